@@ -1,0 +1,44 @@
+# Two commands do everything: `make train` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Where PyPI's torch would be a CUDA build of several gigabytes, constraints.txt decides.
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+STEPS ?= 400
+RANKS ?= 2
+CONFIG ?= configs/zero3_galore.json
+
+.PHONY: train test lint typecheck unit bench clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: setup.py constraints.txt | $(BIN)/python
+	$(PIP) torch
+	$(PIP) --editable '.[train]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(PIP) --editable '.[train,dev]'
+	touch $@
+
+train: $(VENV)/.run
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deepspeed --num_accelerators $(RANKS) launch/train.py --config $(CONFIG) --model tiny --steps $(STEPS) $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: $(VENV)/.dev
+	$(BIN)/mypy
+
+unit: $(VENV)/.dev
+	$(BIN)/python -m pytest $(ARGS)
+
+test: lint typecheck unit
+
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/refresh.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

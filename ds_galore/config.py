@@ -1,0 +1,284 @@
+"""What users may write: the optimizer's parameters, the ``ds_galore`` section, and how a mistake is told.
+
+Imports pydantic alone, so that a configuration can be checked on any machine. The models here are the only list of
+keys; the optimizers and the plugin validate through them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from ds_galore.errors import ConfigError
+
+__all__ = [
+    "GALORE_OPTIMIZERS",
+    "DsGaloreConfig",
+    "GaLoreParameters",
+    "check_config",
+    "load_config",
+    "resolve_auto",
+    "validate",
+]
+
+#: Optimizer types that ``enable()`` registers with DeepSpeed, by their names in the JSON.
+GALORE_OPTIMIZERS: tuple[str, ...] = ("GaLoreAdamW",)
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def _beta_pair(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+class GaLoreParameters(BaseModel):
+    """The hyperparameters of ``GaLoreAdamW``: ``optimizer.params`` in the JSON, or keyword arguments.
+
+    Names and meanings are those of galore-torch and of Hugging Face's Trainer.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    lr: Annotated[float, Field(ge=0, allow_inf_nan=False, description="Learning rate.")] = 1e-3
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
+        BeforeValidator(_beta_pair),
+        Field(description="Decay rates of the first and the second moment."),
+    ] = (0.9, 0.999)
+    eps: Annotated[float, Field(ge=0, allow_inf_nan=False, description="Added to the root of the second moment.")] = 1e-6
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False, description="Decoupled weight decay.")] = 0.0
+    correct_bias: Annotated[bool, Field(description="Correct the moments' bias towards zero in early steps.")] = True
+    rank: Annotated[int | None, Field(ge=1, description="Rank of the projection; None trains with plain AdamW.")] = None
+    update_proj_gap: Annotated[int, Field(ge=1, description="Steps between two refreshes of a matrix's basis.")] = 200
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False, description="Factor on the low-rank update.")] = 0.25
+    proj_type: Annotated[
+        Literal["right", "left", "std", "reverse_std"],
+        Field(description="Side of the projection. std: right where rows >= columns, else left; reverse_std: the other."),
+    ] = "right"
+    refresh: Annotated[
+        Literal["subspace", "svd"],
+        Field(description="How a basis is found: block power iteration from the old one, or a full SVD."),
+    ] = "subspace"
+    power_iterations: Annotated[
+        int, Field(ge=1, le=16, description="Passes of a subspace refresh that starts from a basis; the first has one more.")
+    ] = 1
+    stagger_refresh: Annotated[bool, Field(description="Refresh different matrices on different steps of the gap.")] = True
+    reproject_moments: Annotated[bool, Field(description="Carry the moments into the new basis at a refresh.")] = True
+    target_modules: Annotated[
+        str | list[str] | None,
+        Field(
+            description="Which modules are projected, as Hugging Face's optim_target_modules: a regular expression for"
+            " the whole module name, a list of such expressions or parts of names, or 'all-linear' (the default where"
+            " the model is known), which leaves out the output head."
+        ),
+    ] = None
+    projector_storage: Annotated[
+        Literal["auto", "replicated", "sharded"],
+        Field(description="Right projectors on every rank, or 1/world_size on each and gathered at each step."),
+    ] = "auto"
+    projector_dtype: Annotated[Literal["fp32", "bf16"], Field(description="What projectors are stored and sent as.")] = "fp32"
+    seed: Annotated[int, Field(ge=0, description="Seed of the random start of the first subspace refresh.")] = 0
+
+
+class DsGaloreConfig(BaseModel):
+    """The ``ds_galore`` section of a DeepSpeed configuration. It has no keys yet: checkpoints are to come."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def validate(model: type[Model], values: Mapping[str, Any], *, where: str) -> Model:
+    """Build ``model`` from ``values``.
+
+    Parameters
+    ----------
+    model
+        One of the models above.
+    values
+        Keys and values as the user wrote them.
+    where
+        What to call their place in messages, such as ``optimizer.params``.
+
+    Raises
+    ------
+    ConfigError
+        Naming every bad key, the value found and what is allowed; for an unknown key, the nearest known one.
+    """
+    try:
+        return model.model_validate(dict(values))
+    except ValidationError as error:
+        lines = []
+        for each in error.errors():
+            key = ".".join([where, *(str(part) for part in each["loc"])])
+            if each["type"] == "extra_forbidden":
+                lines.append(f"{key}: unknown key{nearest(str(each['loc'][-1]), model.model_fields)}")
+            else:
+                allowed = each["msg"][:1].lower() + each["msg"][1:]
+                lines.append(f"{key} is {each['input']!r}: {allowed}")
+        raise ConfigError("\n".join(lines)) from None
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown ``word``: the nearest known one, or all of them."""
+    choices = sorted(known)
+    found = difflib.get_close_matches(word.lower(), [choice.lower() for choice in choices], n=1, cutoff=0.6)
+    if found:
+        return f"; did you mean {next(choice for choice in choices if choice.lower() == found[0])!r}?"
+    return f"; known are {', '.join(choices)}" if choices else "; this section has no keys"
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen = dict(pairs)
+    if len(seen) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ConfigError(f"key {next(key for key in keys if keys.count(key) > 1)!r} appears twice")
+    return seen
+
+
+def load_config(path: str | Path) -> dict[str, Any]:
+    """Read a DeepSpeed configuration file.
+
+    Raises
+    ------
+    ConfigError
+        If the file is missing or unreadable, is not JSON (with line and column), repeats a key, or is not an object.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        others = sorted(each.name for each in path.parent.glob("*.json")) if path.parent.is_dir() else []
+        hint = f"; {path.parent}/ has {', '.join(others)}" if others else ""
+        raise ConfigError(f"{path}: no such configuration file{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    try:
+        config = json.loads(text, object_pairs_hook=_refuse_duplicates)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: a configuration is a JSON object, found {type(config).__name__}")
+    return config
+
+
+def section(config: Mapping[str, Any], *path: str) -> dict[str, Any]:
+    """The object at ``path`` in ``config``, empty where there is none.
+
+    Raises
+    ------
+    ConfigError
+        If something else than an object stands there.
+    """
+    current: Any = config
+    for depth, key in enumerate(path):
+        current = current.get(key)
+        if current is None:
+            return {}
+        if not isinstance(current, dict):
+            raise ConfigError(f"{'.'.join(path[: depth + 1])} is {current!r}: it must be an object")
+    return dict(current)
+
+
+def _refuse(key: str, value: object, reason: str) -> NoReturn:
+    raise ConfigError(f"{key} is {value!r}: {reason}")
+
+
+def check_config(config: Mapping[str, Any], known_optimizers: Iterable[str] = ()) -> None:
+    """Refuse what cannot work, before training starts.
+
+    Parameters
+    ----------
+    config
+        A whole DeepSpeed configuration.
+    known_optimizers
+        Optimizer types that DeepSpeed knows beside ours; without them the type's spelling is not checked.
+
+    Raises
+    ------
+    ConfigError
+        For a mistake in the ``ds_galore`` section, an unknown optimizer type, and, where the optimizer is one of
+        ours, mistakes in its parameters and DeepSpeed features with which it does not work.
+    """
+    validate(DsGaloreConfig, section(config, "ds_galore"), where="ds_galore")
+    kind = section(config, "optimizer").get("type")
+    if kind is None:
+        return
+    if kind not in GALORE_OPTIMIZERS:
+        known = [*GALORE_OPTIMIZERS, *known_optimizers]
+        exact = known_optimizers and str(kind) not in known and str(kind).lower() not in known
+        if exact or str(kind).lower() in (name.lower() for name in GALORE_OPTIMIZERS):
+            raise ConfigError(f"optimizer.type is {kind!r}: no such optimizer{nearest(str(kind), known)}")
+        return
+    parameters = {key: value for key, value in section(config, "optimizer", "params").items() if value != "auto"}
+    if validate(GaLoreParameters, parameters, where="optimizer.params").rank is None:
+        raise ConfigError(f"optimizer.params.rank is missing: {kind} needs the rank of the projection, such as 128")
+    _check_zero(config, kind)
+
+
+def _check_zero(config: Mapping[str, Any], kind: str) -> None:
+    """Refuse the ZeRO features with which our optimizers do not work."""
+    zero = section(config, "zero_optimization")
+    stage = zero.get("stage", 0)
+    if stage not in (0, 3):
+        _refuse("zero_optimization.stage", stage, f"{kind} supports stage 3, and 0 in fp32, so far")
+    precisions = [key for key in ("fp16", "bf16") if section(config, key).get("enabled") is True]
+    if stage == 0 and precisions:
+        _refuse(f"{precisions[0]}.enabled", True, f"without ZeRO {kind} supports fp32 only so far; use stage 3")
+    if stage == 0:
+        return
+    if config.get("zero_allow_untested_optimizer") is not True:
+        found = config.get("zero_allow_untested_optimizer")
+        _refuse("zero_allow_untested_optimizer", found, f"DeepSpeed wants true here for {kind}")
+    for target in ("optimizer", "param"):
+        device = section(config, "zero_optimization", f"offload_{target}").get("device")
+        if device == "nvme":
+            _refuse(f"zero_optimization.offload_{target}.device", device, f"{kind} does not support NVMe; use cpu or none")
+    offload = section(config, "zero_optimization", "offload_optimizer")
+    if offload.get("ratio", 1) != 1:
+        _refuse("zero_optimization.offload_optimizer.ratio", offload["ratio"], f"{kind} is offloaded whole (1) or not")
+    if offload.get("super_offload"):
+        _refuse("zero_optimization.offload_optimizer.super_offload", True, f"{kind} does not support it")
+    if offload.get("device") == "cpu" and section(config, "bf16").get("bf16_master_weights_and_grads"):
+        _refuse("bf16.bf16_master_weights_and_grads", True, "with a CPU-offloaded optimizer DeepSpeed wants its own Adam")
+    for key, neutral in (("elastic_checkpoint", False), ("zenflow", None), ("zero_hpz_partition_size", 1)):
+        if zero.get(key, neutral) not in (neutral, None, False):
+            _refuse(f"zero_optimization.{key}", zero[key], f"{kind} does not support it; use {json.dumps(neutral)}")
+    autocast = section(config, "torch_autocast")
+    if autocast.get("enabled") and autocast.get("dtype") in ("float16", "fp16"):
+        _refuse("torch_autocast.dtype", autocast["dtype"], "under ZeRO-3 DeepSpeed takes no step with it; use bfloat16")
+
+
+def resolve_auto(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a configuration in which every ``"auto"`` is replaced.
+
+    Parameters
+    ----------
+    config
+        As :func:`load_config` gives it.
+    values
+        By dotted key, such as ``bf16.enabled``, what ``"auto"`` stands for there.
+
+    Raises
+    ------
+    ConfigError
+        For an ``"auto"`` that ``values`` does not name.
+    """
+
+    def walk(value: Any, key: str) -> Any:
+        if isinstance(value, dict):
+            return {name: walk(each, f"{key}.{name}" if key else name) for name, each in value.items()}
+        if isinstance(value, list):
+            return [walk(each, f"{key}[{index}]") for index, each in enumerate(value)]
+        if value == "auto":
+            if key not in values:
+                raise ConfigError(f"{key} is 'auto', which stands for nothing here; known are {', '.join(sorted(values))}")
+            return values[key]
+        return value
+
+    return dict(walk(config, ""))

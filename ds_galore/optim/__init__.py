@@ -1,0 +1,1 @@
+"""The optimizers: update rules, subspaces, and the walker that applies them to whatever slices a rank holds."""

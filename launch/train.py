@@ -1,0 +1,366 @@
+"""Pretrain or fine-tune a causal language model with DeepSpeed ZeRO-3 and a ds_galore configuration.
+
+    deepspeed --num_accelerators 2 launch/train.py --config configs/zero3_galore.json --model tiny
+
+Everything that DeepSpeed takes from its configuration is taken from there; the arguments say what to train on what.
+Exit status: 0 done, 2 a mistake in the configuration or the arguments, 3 in data or model files, others as in
+``ds_galore/errors.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ds_galore
+from ds_galore.config import load_config, resolve_auto, section
+from ds_galore.errors import ConfigError, DataError, DsGaloreError
+from ds_galore.tools.memory import ParameterPlan, plan_memory
+from ds_galore.zero.group import RankGroup
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from reporting import Metrics, Progress, show_memory
+from text_data import Corpus, SampleOrder, load_corpus
+
+MODELS = Path(__file__).resolve().parent.parent / "configs" / "models"
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    names = sorted(path.stem for path in MODELS.glob("*.json"))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--config", required=True, metavar="JSON", help="DeepSpeed configuration")
+    add("--model", default="tiny", help=f"one of {', '.join(names)}, or a Hugging Face model directory or config file")
+    add("--data", nargs="*", default=[], metavar="PATH", help="text files, directories of them, or a datasets folder; without it, the standard library's sources")
+    add("--text-column", default="text", help="column of a datasets folder")
+    add("--tokenizer", metavar="DIR", help="Hugging Face tokenizer; without it, bytes are the tokens")
+    add("--seq-len", type=_positive, default=256, help="tokens a sample")
+    add("--steps", type=_positive, default=400, help="optimizer steps")
+    add("--eval-every", type=int, default=100, help="steps between validations; 0 for the last one only")
+    add("--eval-samples", type=_positive, default=64, help="validation samples")
+    add("--log-every", type=_positive, default=20, help="steps between progress lines where there is no terminal")
+    add("--save-every", type=int, default=0, help="steps between checkpoints; 0 for none")
+    add("--output", default="runs/latest", metavar="DIR", help="where metrics.jsonl and checkpoints/ go")
+    add("--resume", nargs="?", const="latest", metavar="TAG", help="continue from a checkpoint under --output")
+    add("--seed", type=int, default=0, help="of the model's weights and the order of samples")
+    add("--gradient-checkpointing", action="store_true", help="recompute activations in the backward pass")
+    add("--debug", action="store_true", help="show tracebacks")
+    add("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def read_config(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The configuration with its ``"auto"`` values resolved, and refused if it cannot work."""
+    from deepspeed.accelerator import get_accelerator
+
+    config = load_config(arguments.config)
+    ds_galore.check_deepspeed_config(config)
+    accelerator = get_accelerator()
+    # A CPU says that it supports bf16; without hardware for it, it is about 20 times slower than fp32.
+    hardware = accelerator.device_name() != "cpu"
+    bf16 = hardware and accelerator.is_bf16_supported()
+    resolved = resolve_auto(
+        config,
+        {
+            "bf16.enabled": bf16,
+            "fp16.enabled": hardware and not bf16 and accelerator.is_fp16_supported(),
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 1.0,
+            "scheduler.params.total_num_steps": arguments.steps,
+            "scheduler.params.warmup_num_steps": max(2, arguments.steps // 10),
+            "train_batch_size": _batch(config),
+            "train_micro_batch_size_per_gpu": 8,
+        },
+    )
+    stage = section(resolved, "zero_optimization").get("stage", 0)
+    if stage not in (0, 3):
+        raise ConfigError(f"zero_optimization.stage is {stage!r}: launch/train.py trains with stage 3 (or 0)")
+    return resolved
+
+
+def _batch(config: dict[str, Any]) -> int:
+    micro, accumulation = config.get("train_micro_batch_size_per_gpu", 8), config.get("gradient_accumulation_steps", 1)
+    return (micro if isinstance(micro, int) else 8) * (accumulation if isinstance(accumulation, int) else 1) * _world_size()
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def connect() -> RankGroup:
+    """Join the job's process group, before anything that a rank could fail in."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    if "RANK" not in os.environ and _world_size() == 1:  # started without a launcher
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29500")
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", _world_size()))))
+    deepspeed.init_distributed(accelerator.communication_backend_name(), verbose=False)
+    group = RankGroup(dist.group.WORLD)
+    expected = _world_size()
+    if group.world_size != expected:
+        raise ConfigError(f"the launcher started {expected} ranks, and {group.world_size} are connected")
+    return group
+
+
+def load_model_config(name: str) -> tuple[Any, Path | None]:
+    """The model's Hugging Face configuration, and the directory of its weights if there are any."""
+    from transformers import AutoConfig
+
+    path = MODELS / f"{name}.json" if (MODELS / f"{name}.json").is_file() else Path(name)
+    if not path.exists():
+        names = ", ".join(sorted(each.stem for each in MODELS.glob("*.json")))
+        raise DataError(f"--model {name}: neither a known size ({names}) nor a directory or file")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise DataError(f"--model {name}: the directory has no config.json")
+    try:
+        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # noqa: BLE001 - transformers raises many kinds for files it cannot use
+        raise DataError(f"--model {name}: cannot be loaded: {str(error).splitlines()[0]}") from None
+    weights = path.is_dir() and any([*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")])
+    return config, path if weights else None
+
+
+def build_model(model_config: Any, weights: Path | None, config: dict[str, Any], *, seed: int) -> torch.nn.Module:
+    """The model; under ZeRO-3 it is partitioned while it is built and never whole on a rank."""
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    zero3 = section(config, "zero_optimization").get("stage") == 3
+    keep = HfDeepSpeedConfig(config) if zero3 else None  # transformers looks for it while it is alive
+    dtype = torch.float32
+    for key, value in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if section(config, key).get("enabled"):
+            dtype = value
+    torch.manual_seed(seed)
+    model_config.use_cache = False
+    if weights is not None:
+        model = AutoModelForCausalLM.from_pretrained(str(weights), config=model_config, dtype=dtype, local_files_only=True)
+    else:
+        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+    del keep
+    return model
+
+
+class Trainer:
+    """The training loop: it owns the engine, the data's position and what is reported."""
+
+    def __init__(self, arguments: argparse.Namespace, config: dict[str, Any], engine: Any, corpus: Corpus) -> None:
+        self.arguments, self.engine, self.corpus = arguments, engine, corpus
+        self.config = config
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.micro = engine.train_micro_batch_size_per_gpu()
+        self.accumulation = engine.gradient_accumulation_steps()
+        self.order = SampleOrder(len(corpus.train), seed=arguments.seed)
+        self.output = Path(arguments.output)
+        self.checkpoints = self.output / "checkpoints"
+
+    def run(self) -> None:
+        """Train, validate and save."""
+        arguments, engine = self.arguments, self.engine
+        if arguments.resume:
+            self.load(arguments.resume)
+        done = engine.global_steps
+        tokens = self.micro * self.accumulation * self.world_size * arguments.seq_len
+        progress = Progress(arguments.steps, done=done, tokens_per_step=tokens, every=arguments.log_every, enabled=self.rank == 0)
+        metrics = Metrics(self.output / "metrics.jsonl" if self.rank == 0 else None)
+        validated = -1
+        for step in range(done + 1, arguments.steps + 1):
+            begin = time.monotonic()
+            loss = self.step()
+            seconds = time.monotonic() - begin
+            memory = memory_in_use()
+            speed = progress.update(step, loss, seconds=seconds, memory=memory)
+            norm = engine.get_global_grad_norm()
+            metrics.write(
+                step=step,
+                loss=loss,
+                lr=engine.get_lr()[0],
+                grad_norm=None if norm is None else float(norm),
+                tokens_per_s=round(speed, 1),
+                seconds=round(seconds, 4),
+                memory_bytes=memory,
+            )
+            if not math.isfinite(loss):
+                raise DsGaloreError(f"step {step}: the training loss is {loss}; lower the learning rate, or resume from an earlier checkpoint")
+            if arguments.eval_every > 0 and step % arguments.eval_every == 0 and step != arguments.steps:
+                validated = step
+                self.report(step, progress, metrics)
+            if arguments.save_every > 0 and step % arguments.save_every == 0:
+                self.save(step)
+        if validated != arguments.steps:
+            self.report(arguments.steps, progress, metrics)
+        progress.close()
+        metrics.close()
+
+    def step(self) -> float:
+        """One optimizer step; the mean loss over the global batch."""
+        indices = self.order.take(self.micro * self.accumulation * self.world_size)
+        total = torch.zeros((), device=self.engine.device)
+        for part in indices.view(self.accumulation, self.world_size, self.micro)[:, self.rank]:
+            tokens = self.corpus.train[part].long().to(self.engine.device)
+            loss = self.engine(input_ids=tokens, labels=tokens).loss
+            self.engine.backward(loss)
+            self.engine.step()
+            total += loss.detach().float() / self.accumulation
+        dist.all_reduce(total)
+        return float(total) / self.world_size
+
+    def validate(self) -> float:
+        """The mean loss over the validation samples, in nats a token."""
+        samples = min(self.arguments.eval_samples, len(self.corpus.validation))
+        rounds = -(-samples // (self.micro * self.world_size))
+        total = torch.zeros(2, device=self.engine.device)
+        self.engine.eval()
+        with torch.no_grad():
+            for number in range(rounds):  # every rank runs every round: ZeRO-3 gathers weights together
+                begin = (number * self.world_size + self.rank) * self.micro
+                chosen = torch.arange(begin, begin + self.micro)
+                part = self.corpus.validation[chosen.clamp(max=samples - 1)].long().to(self.engine.device)
+                count = int((chosen < samples).sum())
+                loss = self.engine(input_ids=part[: max(count, 1)], labels=part[: max(count, 1)]).loss.float()
+                if count:
+                    total += torch.stack([loss * count, torch.full_like(loss, count)])
+        self.engine.train()
+        dist.all_reduce(total)
+        return float(total[0] / total[1])
+
+    def report(self, step: int, progress: Progress, metrics: Metrics) -> None:
+        """Validate, and say so."""
+        loss = self.validate()
+        progress.say(f"step {step} validation loss {loss:.4f} perplexity {math.exp(min(loss, 700.0)):.3f}")
+        metrics.write(step=step, validation_loss=loss)
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint with the position in the data."""
+        self.engine.save_checkpoint(str(self.checkpoints), tag=f"step-{step}", client_state={"consumed": self.order.consumed})
+
+    def load(self, tag: str) -> None:
+        """Continue from a checkpoint."""
+        group = RankGroup(dist.group.WORLD)
+        with group.together():
+            latest = self.checkpoints / "latest"
+            if tag == "latest":
+                if not latest.is_file():
+                    raise DataError(f"--resume: {self.checkpoints} holds no checkpoint (no file 'latest')")
+                tag = latest.read_text(encoding="utf-8").strip()
+            if not (self.checkpoints / tag).is_dir():
+                found = sorted(each.name for each in self.checkpoints.glob("*") if each.is_dir())
+                raise DataError(f"--resume {tag}: no such checkpoint; {self.checkpoints} holds {', '.join(found) or 'none'}")
+            ranks = len(list((self.checkpoints / tag).glob("*_optim_states.pt")))
+            if ranks != group.world_size:
+                raise DataError(f"--resume {tag}: was saved by {ranks} ranks and can be loaded by as many, not by {group.world_size}")
+        _, client = self.engine.load_checkpoint(str(self.checkpoints), tag=tag)
+        self.order.consumed = client["consumed"]
+        if self.rank == 0:
+            print(f"resumed from {self.checkpoints / tag} after step {self.engine.global_steps}", file=sys.stderr)
+
+
+def memory_in_use() -> int:
+    """Bytes in use on this rank's device, or by this process where that is the CPU."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        return int(accelerator.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def announce(engine: Any, config: dict[str, Any], corpus: Corpus, world_size: int) -> None:
+    """Print what is about to be trained, and the memory table."""
+    trained = [p for p in engine.module.parameters() if p.requires_grad]
+    numbers = [getattr(p, "ds_numel", p.numel()) for p in trained]
+    print(
+        f"{sum(numbers):,} trained parameters, {corpus.train.numel():,} training and {corpus.validation.numel():,}"
+        f" validation tokens from {corpus.source}",
+        file=sys.stderr,
+    )
+    optimizer = engine.basic_optimizer
+    adamw = [ParameterPlan("", number) for number in numbers]
+    plans = optimizer.parameter_plans() if isinstance(optimizer, ds_galore.GaLoreAdamW) else adamw
+    half = any(section(config, key).get("enabled") for key in ("bf16", "fp16"))
+    options: dict[str, Any] = {
+        "world_size": world_size,
+        "weight_bytes": 2 if half else 4,
+        "partitioned": section(config, "zero_optimization").get("stage") == 3,
+    }
+    own = dict(options)
+    if isinstance(optimizer, ds_galore.GaLoreAdamW):
+        own["sharded"] = optimizer.shards_projectors(world_size)
+        own["projector_bytes"] = optimizer.projector_bytes
+    ranks = [plan_memory(plans, rank=rank, **own) for rank in range(world_size)]
+    largest = max(ranks, key=lambda plan: plan.total)
+    show_memory(largest, plan_memory(adamw, **options), optimizer=type(optimizer).__name__, world_size=world_size)
+
+
+def train(arguments: argparse.Namespace, group: RankGroup) -> None:
+    """Everything after the ranks are connected."""
+    with group.together():
+        config = read_config(arguments)
+        model_config, weights = load_model_config(arguments.model)
+        corpus = load_corpus(
+            arguments.data, tokenizer=arguments.tokenizer, length=arguments.seq_len, text_column=arguments.text_column
+        )
+        if corpus.vocabulary > model_config.vocab_size:
+            raise DataError(
+                f"--model {arguments.model}: has a vocabulary of {model_config.vocab_size}, the tokenizer one of {corpus.vocabulary}"
+            )
+    import deepspeed
+
+    model = build_model(model_config, weights, config, seed=arguments.seed)
+    if arguments.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=config
+    )
+    if group.rank == 0:
+        announce(engine, config, corpus, group.world_size)
+    Trainer(arguments, config, engine, corpus).run()
+
+
+def main() -> int:
+    """Run, and turn a user's mistake into one message and an exit status."""
+    arguments = parse_arguments()
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    ds_galore.enable()
+    group = connect()
+    try:
+        train(arguments, group)
+    except DsGaloreError as error:
+        if arguments.debug:
+            raise
+        if error.first_rank in (None, group.rank):  # where all fail alike, the first tells
+            print(f"train.py: error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""Packaging of ds_galore. Ranges are wide here; constraints.txt pins the development environment."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "ds_galore" / "__init__.py").read_text(), re.MULTILINE)
+
+setup(
+    name="ds_galore",
+    version=VERSION.group(1),
+    description="GaLore's low-rank optimizer states under DeepSpeed's ZeRO-3, chosen by one JSON configuration",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=find_packages(include=["ds_galore", "ds_galore.*"]),
+    package_data={"ds_galore": ["py.typed"]},
+    install_requires=["torch>=2.6", "pydantic>=2.5", "click>=8.1", "rich>=13"],
+    extras_require={
+        "deepspeed": ["deepspeed>=0.19.8,<0.20"],
+        "train": ["deepspeed>=0.19.8,<0.20", "transformers>=4.45", "tqdm>=4.60"],
+        "data": ["datasets>=2.0"],
+        "dev": [
+            "deepspeed>=0.19.8,<0.20",
+            "transformers>=4.45",
+            "tqdm>=4.60",
+            "galore-torch",
+            "hypothesis",
+            "mypy",
+            "pytest",
+            "ruff",
+        ],
+    },
+    entry_points={"console_scripts": ["ds-galore = ds_galore.cli:main"]},
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

@@ -1,0 +1,161 @@
+"""One pool of real processes over gloo for the whole test session.
+
+Importing torch, DeepSpeed and transformers costs seconds a process, so the processes are kept and the process group is
+rebuilt when a test asks for another number of ranks. A call that outlives its time limit is a hang: the pool is
+killed, the test fails, and the next call starts a new pool.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+MAX_WORLD_SIZE = 4
+#: Seconds that the other ranks have to answer once one has failed.
+GRACE = 20.0
+
+
+class RemoteError(AssertionError):
+    """Some rank raised; the message holds every rank's traceback."""
+
+
+class Pool:
+    """Real ranks, started at the first call."""
+
+    def __init__(self) -> None:
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, world_size: int, function: Any, *args: Any, timeout: float = 180.0, **kwargs: Any) -> list[Any]:
+        """``function(*args, **kwargs)`` on ranks ``0 .. world_size - 1``: what each returned.
+
+        Parameters
+        ----------
+        function
+            Importable by name; its module is imported in the workers.
+        timeout
+            Seconds, after which the call counts as hanging.
+        """
+        outcomes = self.outcomes(world_size, function, *args, timeout=timeout, **kwargs)
+        failed = [f"--- rank {rank}\n{text}" for rank, (kind, text) in enumerate(outcomes) if kind == "error"]
+        if failed:
+            raise RemoteError("\n".join(failed))
+        return [value for _, value in outcomes]
+
+    def outcomes(
+        self, world_size: int, function: Any, *args: Any, timeout: float = 180.0, **kwargs: Any
+    ) -> list[tuple[str, Any]]:
+        """Like :meth:`run`, but gives each rank's ``("ok", value)`` or ``("error", traceback)``."""
+        if not self._processes:
+            self._start()
+        store = tempfile.mktemp(prefix="ds-galore-store-")
+        for pipe in self._pipes[:world_size]:
+            pipe.send((world_size, store, function, args, kwargs))
+        pending = dict(zip(self._pipes[:world_size], range(world_size), strict=True))
+        outcomes: list[tuple[str, Any]] = [("error", "no answer")] * world_size
+        deadline = time.monotonic() + timeout
+        while pending:
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.close()
+                told = "".join(f"\n--- rank {rank}\n{text}" for rank, (kind, text) in enumerate(outcomes) if kind == "error")
+                raise RemoteError(f"hang: ranks {sorted(pending.values())} did not answer within {timeout} s{told}")
+            for pipe in ready:
+                rank = pending.pop(pipe)  # type: ignore[call-overload]
+                try:
+                    outcomes[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    self.close()
+                    raise RemoteError(f"rank {rank} died") from None
+                if outcomes[rank][0] == "error":
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if any(kind == "error" for kind, _ in outcomes):
+            self.close()  # a rank that raised may have left its peers' process group in the middle of something
+        return outcomes
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for rank in range(MAX_WORLD_SIZE):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def close(self) -> None:
+        """Kill the processes."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._pipes = [], []
+
+
+def _serve(rank: int, pipe: Connection) -> None:
+    import torch
+
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated. Please use.*_single")
+    groups = _Groups(rank)
+    while True:
+        try:
+            world_size, store, function, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            groups.prepare(world_size, store)
+            outcome = ("ok", function(*args, **kwargs))
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the test is told
+            outcome = ("error", traceback.format_exc())
+            if isinstance(error, KeyboardInterrupt):
+                raise
+        pipe.send(outcome)
+
+
+class _Groups:
+    """The process group of a worker, and DeepSpeed's idea of it."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._world_size = 0
+        self._pristine: dict[str, Any] = {}
+
+    def prepare(self, world_size: int, store: str) -> None:
+        """Be rank ``rank`` of ``world_size`` in a gloo world."""
+        import deepspeed
+        import torch.distributed as dist
+        from deepspeed.comm import comm
+        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+        from deepspeed.runtime.zero.partition_parameters import Init
+        from deepspeed.utils import groups
+
+        if not self._pristine:
+            # Not needed here, and compiled for over a minute on a fresh machine.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+            self._pristine = {
+                name: value.copy() if isinstance(value, dict) else value
+                for name, value in vars(groups).items()
+                if not name.startswith("__") and (value is None or isinstance(value, dict | int))
+            }
+        # Ranks that sat out a call would number modules and parameters otherwise than those that took part.
+        Init.param_id = 0
+        DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+        if world_size == self._world_size:
+            return
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            comm.cdb = None
+            for name, value in self._pristine.items():
+                setattr(groups, name, value.copy() if isinstance(value, dict) else value)
+        os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=self._rank, world_size=world_size)
+        deepspeed.init_distributed("gloo", verbose=False)
+        self._world_size = world_size
