@@ -50,7 +50,9 @@ class GaLoreParameters(BaseModel):
         BeforeValidator(_beta_pair),
         Field(description="Decay rates of the first and the second moment."),
     ] = (0.9, 0.999)
-    eps: Annotated[float, Field(ge=0, allow_inf_nan=False, description="Added to the root of the second moment.")] = 1e-6
+    eps: Annotated[float, Field(ge=0, allow_inf_nan=False, description="Added to the root of the second moment.")] = (
+        1e-6
+    )
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False, description="Decoupled weight decay.")] = 0.0
     correct_bias: Annotated[bool, Field(description="Correct the moments' bias towards zero in early steps.")] = True
     rank: Annotated[int | None, Field(ge=1, description="Rank of the projection; None trains with plain AdamW.")] = None
@@ -58,16 +60,23 @@ class GaLoreParameters(BaseModel):
     scale: Annotated[float, Field(gt=0, allow_inf_nan=False, description="Factor on the low-rank update.")] = 0.25
     proj_type: Annotated[
         Literal["right", "left", "std", "reverse_std"],
-        Field(description="Side of the projection. std: right where rows >= columns, else left; reverse_std: the other."),
+        Field(
+            description="Side of the projection. std: right where rows >= columns, else left; reverse_std: the other."
+        ),
     ] = "right"
     refresh: Annotated[
         Literal["subspace", "svd"],
         Field(description="How a basis is found: block power iteration from the old one, or a full SVD."),
     ] = "subspace"
     power_iterations: Annotated[
-        int, Field(ge=1, le=16, description="Passes of a subspace refresh that starts from a basis; the first has one more.")
+        int,
+        Field(
+            ge=1, le=16, description="Passes of a subspace refresh that starts from a basis; the first has one more."
+        ),
     ] = 1
-    stagger_refresh: Annotated[bool, Field(description="Refresh different matrices on different steps of the gap.")] = True
+    stagger_refresh: Annotated[bool, Field(description="Refresh different matrices on different steps of the gap.")] = (
+        True
+    )
     reproject_moments: Annotated[bool, Field(description="Carry the moments into the new basis at a refresh.")] = True
     target_modules: Annotated[
         str | list[str] | None,
@@ -81,7 +90,9 @@ class GaLoreParameters(BaseModel):
         Literal["auto", "replicated", "sharded"],
         Field(description="Right projectors on every rank, or 1/world_size on each and gathered at each step."),
     ] = "auto"
-    projector_dtype: Annotated[Literal["fp32", "bf16"], Field(description="What projectors are stored and sent as.")] = "fp32"
+    projector_dtype: Annotated[
+        Literal["fp32", "bf16"], Field(description="What projectors are stored and sent as.")
+    ] = "fp32"
     seed: Annotated[int, Field(ge=0, description="Seed of the random start of the first subspace refresh.")] = 0
 
 
@@ -238,14 +249,18 @@ def _check_zero(config: Mapping[str, Any], kind: str) -> None:
     for target in ("optimizer", "param"):
         device = section(config, "zero_optimization", f"offload_{target}").get("device")
         if device == "nvme":
-            _refuse(f"zero_optimization.offload_{target}.device", device, f"{kind} does not support NVMe; use cpu or none")
+            _refuse(
+                f"zero_optimization.offload_{target}.device", device, f"{kind} does not support NVMe; use cpu or none"
+            )
     offload = section(config, "zero_optimization", "offload_optimizer")
     if offload.get("ratio", 1) != 1:
         _refuse("zero_optimization.offload_optimizer.ratio", offload["ratio"], f"{kind} is offloaded whole (1) or not")
     if offload.get("super_offload"):
         _refuse("zero_optimization.offload_optimizer.super_offload", True, f"{kind} does not support it")
     if offload.get("device") == "cpu" and section(config, "bf16").get("bf16_master_weights_and_grads"):
-        _refuse("bf16.bf16_master_weights_and_grads", True, "with a CPU-offloaded optimizer DeepSpeed wants its own Adam")
+        _refuse(
+            "bf16.bf16_master_weights_and_grads", True, "with a CPU-offloaded optimizer DeepSpeed wants its own Adam"
+        )
     for key, neutral in (("elastic_checkpoint", False), ("zenflow", None), ("zero_hpz_partition_size", 1)):
         if zero.get(key, neutral) not in (neutral, None, False):
             _refuse(f"zero_optimization.{key}", zero[key], f"{kind} does not support it; use {json.dumps(neutral)}")
@@ -277,7 +292,9 @@ def resolve_auto(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[s
             return [walk(each, f"{key}[{index}]") for index, each in enumerate(value)]
         if value == "auto":
             if key not in values:
-                raise ConfigError(f"{key} is 'auto', which stands for nothing here; known are {', '.join(sorted(values))}")
+                raise ConfigError(
+                    f"{key} is 'auto', which stands for nothing here; known are {', '.join(sorted(values))}"
+                )
             return values[key]
         return value
 

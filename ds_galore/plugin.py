@@ -111,11 +111,16 @@ def check_deepspeed_config(config: dict[str, Any], *, client_optimizer: Any = No
             if "did you mean" in hint and _close(key, hint):
                 raise ConfigError(f"{key}: DeepSpeed does not know this key and would ignore it{hint}")
     torch_optimizers = [
-        name for name, value in vars(torch.optim).items() if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+        name
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
     ]
     if isinstance(client_optimizer, tuple(_OPTIMIZERS.values())):
         name = next(name for name, kind in _OPTIMIZERS.items() if isinstance(client_optimizer, kind))
-        config = {**config, "optimizer": {"type": name, "params": {"rank": 1}}}  # its own parameters are checked already
+        config = {
+            **config,
+            "optimizer": {"type": name, "params": {"rank": 1}},
+        }  # its own parameters are checked already
     check_config(config, [*DEEPSPEED_OPTIMIZERS, *(name for name in torch_optimizers if name not in GALORE_OPTIMIZERS)])
 
 

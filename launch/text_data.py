@@ -68,7 +68,9 @@ def load_corpus(
     windows = [torch.from_numpy(part[: len(part) // length * length].reshape(-1, length)) for part in parts]
     if min(len(each) for each in windows) < 1:
         total = sum(len(part) for part in parts)
-        raise DataError(f"{source}: {total} tokens are too few for a training and a validation window of {length} tokens")
+        raise DataError(
+            f"{source}: {total} tokens are too few for a training and a validation window of {length} tokens"
+        )
     return Corpus(windows[0], windows[1], vocabulary, source)
 
 
@@ -113,7 +115,9 @@ def _documents(data: list[str], text_column: str) -> Iterator[str]:
                     found += 1
                     yield text
             if not found:
-                raise DataError(f"--data {name}: the directory holds {len(files)} files, and none of them is UTF-8 text")
+                raise DataError(
+                    f"--data {name}: the directory holds {len(files)} files, and none of them is UTF-8 text"
+                )
 
 
 def _read(path: Path) -> str:
@@ -137,14 +141,18 @@ def _from_datasets(path: Path, text_column: str) -> Iterator[str]:
     try:
         import datasets
     except ImportError:
-        raise DataError(f"--data {path}: is a datasets folder, and datasets is not installed: pip install datasets") from None
+        raise DataError(
+            f"--data {path}: is a datasets folder, and datasets is not installed: pip install datasets"
+        ) from None
     loaded = datasets.load_from_disk(str(path))
     if isinstance(loaded, datasets.DatasetDict):
         if "train" not in loaded:
             raise DataError(f"--data {path}: has no split 'train', only {', '.join(loaded)}")
         loaded = loaded["train"]
     if text_column not in loaded.column_names:
-        raise DataError(f"--data {path}: has no column {text_column!r}; --text-column takes {', '.join(loaded.column_names)}")
+        raise DataError(
+            f"--data {path}: has no column {text_column!r}; --text-column takes {', '.join(loaded.column_names)}"
+        )
     yield from loaded[text_column]
 
 

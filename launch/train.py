@@ -38,11 +38,19 @@ MODELS = Path(__file__).resolve().parent.parent / "configs" / "models"
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     names = sorted(path.stem for path in MODELS.glob("*.json"))
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     add = parser.add_argument
     add("--config", required=True, metavar="JSON", help="DeepSpeed configuration")
     add("--model", default="tiny", help=f"one of {', '.join(names)}, or a Hugging Face model directory or config file")
-    add("--data", nargs="*", default=[], metavar="PATH", help="text files, directories of them, or a datasets folder; without it, the standard library's sources")
+    add(
+        "--data",
+        nargs="*",
+        default=[],
+        metavar="PATH",
+        help="text files, directories of them, or a datasets folder; without it, the standard library's sources",
+    )
     add("--text-column", default="text", help="column of a datasets folder")
     add("--tokenizer", metavar="DIR", help="Hugging Face tokenizer; without it, bytes are the tokens")
     add("--seq-len", type=_positive, default=256, help="tokens a sample")
@@ -98,7 +106,11 @@ def read_config(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _batch(config: dict[str, Any]) -> int:
     micro, accumulation = config.get("train_micro_batch_size_per_gpu", 8), config.get("gradient_accumulation_steps", 1)
-    return (micro if isinstance(micro, int) else 8) * (accumulation if isinstance(accumulation, int) else 1) * _world_size()
+    return (
+        (micro if isinstance(micro, int) else 8)
+        * (accumulation if isinstance(accumulation, int) else 1)
+        * _world_size()
+    )
 
 
 def _world_size() -> int:
@@ -158,7 +170,9 @@ def build_model(model_config: Any, weights: Path | None, config: dict[str, Any],
     torch.manual_seed(seed)
     model_config.use_cache = False
     if weights is not None:
-        model = AutoModelForCausalLM.from_pretrained(str(weights), config=model_config, dtype=dtype, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            str(weights), config=model_config, dtype=dtype, local_files_only=True
+        )
     else:
         model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
     del keep
@@ -185,7 +199,9 @@ class Trainer:
             self.load(arguments.resume)
         done = engine.global_steps
         tokens = self.micro * self.accumulation * self.world_size * arguments.seq_len
-        progress = Progress(arguments.steps, done=done, tokens_per_step=tokens, every=arguments.log_every, enabled=self.rank == 0)
+        progress = Progress(
+            arguments.steps, done=done, tokens_per_step=tokens, every=arguments.log_every, enabled=self.rank == 0
+        )
         metrics = Metrics(self.output / "metrics.jsonl" if self.rank == 0 else None)
         validated = -1
         for step in range(done + 1, arguments.steps + 1):
@@ -205,7 +221,9 @@ class Trainer:
                 memory_bytes=memory,
             )
             if not math.isfinite(loss):
-                raise DsGaloreError(f"step {step}: the training loss is {loss}; lower the learning rate, or resume from an earlier checkpoint")
+                raise DsGaloreError(
+                    f"step {step}: the training loss is {loss}; lower the learning rate, or resume from a checkpoint"
+                )
             if arguments.eval_every > 0 and step % arguments.eval_every == 0 and step != arguments.steps:
                 validated = step
                 self.report(step, progress, metrics)
@@ -256,7 +274,9 @@ class Trainer:
 
     def save(self, step: int) -> None:
         """Write a checkpoint with the position in the data."""
-        self.engine.save_checkpoint(str(self.checkpoints), tag=f"step-{step}", client_state={"consumed": self.order.consumed})
+        self.engine.save_checkpoint(
+            str(self.checkpoints), tag=f"step-{step}", client_state={"consumed": self.order.consumed}
+        )
 
     def load(self, tag: str) -> None:
         """Continue from a checkpoint."""
@@ -269,10 +289,14 @@ class Trainer:
                 tag = latest.read_text(encoding="utf-8").strip()
             if not (self.checkpoints / tag).is_dir():
                 found = sorted(each.name for each in self.checkpoints.glob("*") if each.is_dir())
-                raise DataError(f"--resume {tag}: no such checkpoint; {self.checkpoints} holds {', '.join(found) or 'none'}")
+                raise DataError(
+                    f"--resume {tag}: no such checkpoint; {self.checkpoints} holds {', '.join(found) or 'none'}"
+                )
             ranks = len(list((self.checkpoints / tag).glob("*_optim_states.pt")))
             if ranks != group.world_size:
-                raise DataError(f"--resume {tag}: was saved by {ranks} ranks and can be loaded by as many, not by {group.world_size}")
+                raise DataError(
+                    f"--resume {tag}: was saved by {ranks} ranks and cannot be loaded by {group.world_size}; use {ranks}"
+                )
         _, client = self.engine.load_checkpoint(str(self.checkpoints), tag=tag)
         self.order.consumed = client["consumed"]
         if self.rank == 0:
@@ -326,7 +350,8 @@ def train(arguments: argparse.Namespace, group: RankGroup) -> None:
         )
         if corpus.vocabulary > model_config.vocab_size:
             raise DataError(
-                f"--model {arguments.model}: has a vocabulary of {model_config.vocab_size}, the tokenizer one of {corpus.vocabulary}"
+                f"--model {arguments.model}: has a vocabulary of {model_config.vocab_size},"
+                f" and the tokenizer one of {corpus.vocabulary}"
             )
     import deepspeed
 

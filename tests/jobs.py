@@ -107,4 +107,6 @@ def whole_weights(engine: Any) -> dict[str, torch.Tensor]:
     """Every parameter of a ZeRO-3 engine, gathered, in float32 from its master weights."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    return {name: safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters() if p.requires_grad}
+    return {
+        name: safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters() if p.requires_grad
+    }

@@ -31,6 +31,8 @@ class Pool:
     def __init__(self) -> None:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._world_size = 0
+        self._store = ""
 
     def run(self, world_size: int, function: Any, *args: Any, timeout: float = 180.0, **kwargs: Any) -> list[Any]:
         """``function(*args, **kwargs)`` on ranks ``0 .. world_size - 1``: what each returned.
@@ -54,9 +56,10 @@ class Pool:
         """Like :meth:`run`, but gives each rank's ``("ok", value)`` or ``("error", traceback)``."""
         if not self._processes:
             self._start()
-        store = tempfile.mktemp(prefix="ds-galore-store-")
+        if world_size != self._world_size:  # another world: where its ranks meet also tells the workers of the change
+            self._world_size, self._store = world_size, tempfile.mktemp(prefix="ds-galore-store-")
         for pipe in self._pipes[:world_size]:
-            pipe.send((world_size, store, function, args, kwargs))
+            pipe.send((world_size, self._store, function, args, kwargs))
         pending = dict(zip(self._pipes[:world_size], range(world_size), strict=True))
         outcomes: list[tuple[str, Any]] = [("error", "no answer")] * world_size
         deadline = time.monotonic() + timeout
@@ -64,7 +67,9 @@ class Pool:
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.close()
-                told = "".join(f"\n--- rank {rank}\n{text}" for rank, (kind, text) in enumerate(outcomes) if kind == "error")
+                told = "".join(
+                    f"\n--- rank {rank}\n{text}" for rank, (kind, text) in enumerate(outcomes) if kind == "error"
+                )
                 raise RemoteError(f"hang: ranks {sorted(pending.values())} did not answer within {timeout} s{told}")
             for pipe in ready:
                 rank = pending.pop(pipe)  # type: ignore[call-overload]
@@ -95,7 +100,7 @@ class Pool:
             process.kill()
         for process in self._processes:
             process.join()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._world_size = [], [], 0
 
 
 def _serve(rank: int, pipe: Connection) -> None:
@@ -113,7 +118,7 @@ def _serve(rank: int, pipe: Connection) -> None:
         try:
             groups.prepare(world_size, store)
             outcome = ("ok", function(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the test is told
+        except BaseException as error:
             outcome = ("error", traceback.format_exc())
             if isinstance(error, KeyboardInterrupt):
                 raise
@@ -125,7 +130,7 @@ class _Groups:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._world_size = 0
+        self._store = ""
         self._pristine: dict[str, Any] = {}
 
     def prepare(self, world_size: int, store: str) -> None:
@@ -148,14 +153,16 @@ class _Groups:
         # Ranks that sat out a call would number modules and parameters otherwise than those that took part.
         Init.param_id = 0
         DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
-        if world_size == self._world_size:
+        if store == self._store:
             return
         if dist.is_initialized():
             dist.destroy_process_group()
             comm.cdb = None
             for name, value in self._pristine.items():
                 setattr(groups, name, value.copy() if isinstance(value, dict) else value)
-        os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+        os.environ.update(
+            RANK=str(self._rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"
+        )
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=self._rank, world_size=world_size)
         deepspeed.init_distributed("gloo", verbose=False)
-        self._world_size = world_size
+        self._store = store

@@ -30,7 +30,7 @@ from ds_galore.zero.exchange import CutRowExchange
 from ds_galore.zero.group import Guard, RankGroup
 from ds_galore.zero.layout import MatrixLayout
 
-__all__ = ["LEFT", "Matrix", "RIGHT", "Side", "SIDES", "State"]
+__all__ = ["LEFT", "RIGHT", "SIDES", "Matrix", "Side", "State"]
 
 #: The state of one parameter: numbers, and tensors on the device of its weights.
 State = dict[str, Any]
@@ -88,10 +88,8 @@ def pad_rows(block: Tensor, rows: int) -> Tensor:
 def gather_rows(group: RankGroup, shards: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
     """Whole blocks ``(rows[i], r)`` from the evenly spread ``shards[i]``, ``(shard_rows, r)``, in one collective."""
     gathered = group.all_gather(torch.cat([shard.reshape(-1) for shard in shards]))
-    parts = gathered.split([shard.numel() for shard in shards], dim=1)
-    return [
-        part.reshape(-1, shard.shape[1])[:count] for part, shard, count in zip(parts, shards, rows, strict=True)
-    ]
+    parts = torch.split(gathered, [shard.numel() for shard in shards], dim=1)
+    return [part.reshape(-1, shard.shape[1])[:count] for part, shard, count in zip(parts, shards, rows, strict=True)]
 
 
 class Side(ABC):
@@ -120,7 +118,9 @@ class Side(ABC):
         """What this rank keeps of a whole basis ``(basis_rows, r)``: a tensor of its own, in the projector's dtype."""
 
     @abstractmethod
-    def load(self, matrices: Sequence[Matrix], states: Sequence[State], group: RankGroup, dtype: torch.dtype) -> list[Tensor]:
+    def load(
+        self, matrices: Sequence[Matrix], states: Sequence[State], group: RankGroup, dtype: torch.dtype
+    ) -> list[Tensor]:
         """The bases in ``dtype``, whole on the right, the touched rows on the left. Collective for sharded ones."""
 
     @abstractmethod
@@ -136,7 +136,9 @@ class Side(ABC):
         """The directions as :meth:`apply` needs them. Collective on the left."""
 
     @abstractmethod
-    def apply(self, matrix: Matrix, weight: Tensor, direction: Tensor, basis: Tensor, alpha: float, beta: float) -> None:
+    def apply(
+        self, matrix: Matrix, weight: Tensor, direction: Tensor, basis: Tensor, alpha: float, beta: float
+    ) -> None:
         """Change this rank's elements of the weight in place: local."""
 
     @abstractmethod
@@ -172,7 +174,9 @@ class _Right(Side):
             basis = pad_rows(basis[group.rank * count : (group.rank + 1) * count], count)
         return basis.to(matrix.projector_dtype, copy=True)
 
-    def load(self, matrices: Sequence[Matrix], states: Sequence[State], group: RankGroup, dtype: torch.dtype) -> list[Tensor]:
+    def load(
+        self, matrices: Sequence[Matrix], states: Sequence[State], group: RankGroup, dtype: torch.dtype
+    ) -> list[Tensor]:
         stored: list[Tensor] = [state["projector"] for state in states]
         parts = [index for index, matrix in enumerate(matrices) if matrix.sharded]
         if parts:
@@ -192,7 +196,9 @@ class _Right(Side):
     def spread(self, matrices: Sequence[Matrix], directions: Sequence[Tensor], group: RankGroup) -> list[Tensor]:
         return list(directions)
 
-    def apply(self, matrix: Matrix, weight: Tensor, direction: Tensor, basis: Tensor, alpha: float, beta: float) -> None:
+    def apply(
+        self, matrix: Matrix, weight: Tensor, direction: Tensor, basis: Tensor, alpha: float, beta: float
+    ) -> None:
         matrix.layout.local.apply(weight, direction, basis, alpha=alpha, beta=beta)
 
     def transitions(
@@ -226,7 +232,9 @@ class _Left(Side):
         local = matrix.layout.local
         return basis[local.first_row : local.end_row].to(matrix.projector_dtype, copy=True)
 
-    def load(self, matrices: Sequence[Matrix], states: Sequence[State], group: RankGroup, dtype: torch.dtype) -> list[Tensor]:
+    def load(
+        self, matrices: Sequence[Matrix], states: Sequence[State], group: RankGroup, dtype: torch.dtype
+    ) -> list[Tensor]:
         return [state["projector"].to(dtype) for state in states]
 
     def share(self, matrix: Matrix, grad: Tensor, basis: Tensor) -> Tensor:
@@ -238,13 +246,15 @@ class _Left(Side):
             pad_rows(share, count * group.world_size).view(group.world_size, -1)
             for share, count in zip(shares, counts, strict=True)
         ]
-        parts = group.reduce_scatter(torch.cat(packed, dim=1)).split([block.shape[1] for block in packed])
+        parts = torch.split(group.reduce_scatter(torch.cat(packed, dim=1)), [block.shape[1] for block in packed])
         return [part.view(count, -1) for part, count in zip(parts, counts, strict=True)]
 
     def spread(self, matrices: Sequence[Matrix], directions: Sequence[Tensor], group: RankGroup) -> list[Tensor]:
         return gather_rows(group, directions, [matrix.layout.shape[1] for matrix in matrices])
 
-    def apply(self, matrix: Matrix, weight: Tensor, direction: Tensor, basis: Tensor, alpha: float, beta: float) -> None:
+    def apply(
+        self, matrix: Matrix, weight: Tensor, direction: Tensor, basis: Tensor, alpha: float, beta: float
+    ) -> None:
         matrix.layout.local.apply(weight, basis, direction, alpha=alpha, beta=beta)
 
     def transitions(
@@ -259,7 +269,7 @@ class _Left(Side):
 
         numbers = [matrix.rank**2 for matrix in matrices]
         summed = group.all_reduce(guard.run(local, lambda: new[0].new_zeros(sum(numbers))))
-        return [part.view(matrix.rank, -1) for part, matrix in zip(summed.split(numbers), matrices, strict=True)]
+        return [part.view(matrix.rank, -1) for part, matrix in zip(torch.split(summed, numbers), matrices, strict=True)]
 
     def moment_product(self, matrix: Matrix, moment: Tensor, square: Tensor) -> Tensor:
         return moment @ square

@@ -1,7 +1,7 @@
 """Refreshing the bases of some matrices of one side, over whatever ranks hold them.
 
-``subspace`` is a block power iteration on ``G^T G`` through the two products of :mod:`ds_galore.zero.layout`, so that no
-rank ever sees a whole gradient; from the right, a pass is ::
+``subspace`` is a block power iteration on ``G^T G`` through the two products of :mod:`ds_galore.zero.layout`, so that
+no rank ever sees a whole gradient; from the right, a pass is ::
 
     Y = G X          the touched rows, cut rows summed between neighbours
     Z = G^T Y        n x k, summed over the group
@@ -157,7 +157,7 @@ def _sketches(jobs: Sequence[RefreshJob], rows: Sequence[Tensor], group: RankGro
     if group.world_size == 1:
         return shares
     summed = group.all_reduce(torch.cat([share.reshape(-1) for share in shares]))
-    parts = summed.split([rows * columns for rows, columns in shapes])
+    parts = torch.split(summed, [rows * columns for rows, columns in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
@@ -184,7 +184,9 @@ def _leading(
     )
 
 
-def _left_bases(jobs: Sequence[RefreshJob], rows: Sequence[Tensor], group: RankGroup, guard: Guard) -> list[Tensor | None]:
+def _left_bases(
+    jobs: Sequence[RefreshJob], rows: Sequence[Tensor], group: RankGroup, guard: Guard
+) -> list[Tensor | None]:
     """Bases of the ranges of ``Y``, of which every rank holds the touched rows."""
     wholes = []
     for job, block in zip(jobs, rows, strict=True):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 __all__ = ["OVERSAMPLING", "leading_basis", "random_start", "singular_basis"]
 
-#: Extra columns of a random start, dropped again when the basis is ordered (Halko et al., arXiv 0909.4061, section 4.3).
+#: Extra columns of a random start, dropped when the basis is ordered (Halko et al., arXiv 0909.4061, section 4.3).
 OVERSAMPLING = 16
 
 
@@ -51,7 +51,8 @@ def leading_basis(block: Tensor, rank: int) -> Tensor | None:
     scaled = torch.ldexp(block, -torch.frexp(largest).exponent)
     orthonormal, triangle = torch.linalg.qr(scaled)
     _, vectors = torch.linalg.eigh(triangle @ triangle.t())
-    return orthonormal @ vectors[:, -rank:].flip(1)
+    leading: Tensor = orthonormal @ vectors[:, -rank:].flip(1)
+    return leading
 
 
 def singular_basis(matrix: Tensor, rank: int, *, left: bool) -> Tensor | None:
@@ -73,4 +74,5 @@ def singular_basis(matrix: Tensor, rank: int, *, left: bool) -> Tensor | None:
     if not torch.isfinite(largest) or largest == 0:
         return None
     left_vectors, _, right_vectors = torch.linalg.svd(matrix, full_matrices=False)
-    return left_vectors[:, :rank].contiguous() if left else right_vectors[:rank].t().contiguous()
+    basis: Tensor = left_vectors[:, :rank] if left else right_vectors[:rank].t()
+    return basis.contiguous()

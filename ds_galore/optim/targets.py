@@ -58,7 +58,7 @@ def describe_model(model: nn.Module) -> dict[Tensor, Described]:
             if isinstance(module, nn.Embedding):
                 embedding_weights.add(parameter)
     head = _output_head(model)
-    described = {}
+    described: dict[Tensor, Described] = {}
     for name, parameter in model.named_parameters():
         module = owners[parameter]
         if parameter in embedding_weights:

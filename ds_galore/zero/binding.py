@@ -103,8 +103,8 @@ def bind_zero3(flat: Tensor, parameters: Iterable[Parameter]) -> FlatBinding:
             )
     if zero is None:
         raise BindingError(
-            "step() was given a tensor that is none of the parameters with which the optimizer was built, and they do not"
-            " belong to a ZeRO-3 engine; only DeepSpeed's ZeRO stage 3 and unpartitioned models are supported"
+            "step() was given a tensor that is none of the parameters with which the optimizer was built, and they do"
+            " not belong to a ZeRO-3 engine; only DeepSpeed's ZeRO stage 3 and unpartitioned models are supported"
         )
     if getattr(zero, "zero_hpz_partition_size", 1) > 1:
         raise BindingError(

@@ -166,6 +166,6 @@ class CutRowExchange:
         templates = {peer: flat(keys) for peer, keys in each.receives.items()}
         received = group.exchange(sends, templates)
         return {
-            peer: list(received[peer].split([rows[matrix].shape[1] for matrix, _ in keys]))
+            peer: list(torch.split(received[peer], [rows[matrix].shape[1] for matrix, _ in keys]))
             for peer, keys in each.receives.items()
         }

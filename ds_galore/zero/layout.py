@@ -172,10 +172,7 @@ class FlatSlice:
         """
         head, body, tail = self._parts(flat)
         first, last = int(head is not None), self.num_rows - int(tail is not None)
-        if last > first:
-            out = body.t() @ rows[first:last]
-        else:
-            out = flat.new_zeros((self.shape[1], rows.shape[1]))
+        out = body.t() @ rows[first:last]  # zero where there are no full rows
         if head is not None:
             begin, end = self._head_columns()
             out[begin:end].addr_(head, rows[0])
@@ -289,10 +286,14 @@ class MatrixLayout:
             if start == stop:
                 continue
             if start != position or stop < start:
-                raise ValueError(f"rank {rank} holds [{start}, {stop}) of a matrix of which [0, {position}) is held before")
+                raise ValueError(
+                    f"rank {rank} holds [{start}, {stop}) of a matrix of which [0, {position}) is held before"
+                )
             position = stop
         if position != self.shape[0] * self.shape[1]:
-            raise ValueError(f"the ranks hold {position} of the {self.shape[0] * self.shape[1]} elements of {self.shape}")
+            raise ValueError(
+                f"the ranks hold {position} of the {self.shape[0] * self.shape[1]} elements of {self.shape}"
+            )
 
     @property
     def world_size(self) -> int:

@@ -1,0 +1,342 @@
+"""What is decided when an optimizer is built, and the plan by which it updates each tensor it is given.
+
+Imports torch, :mod:`ds_galore.zero` and its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_galore.config import GaLoreParameters, validate
+from ds_galore.errors import BindingError, ConfigError
+from ds_galore.optim.matrices import LEFT, RIGHT, Matrix, Side
+from ds_galore.optim.targets import Described, describe_model, describe_names, select_targets
+from ds_galore.zero.binding import FlatBinding, Placement, full_shape
+from ds_galore.zero.group import RankGroup
+from ds_galore.zero.layout import MatrixLayout, matrix_shape
+
+__all__ = [
+    "GROUP_KEYS",
+    "Batch",
+    "Decision",
+    "Decisions",
+    "FlatPlan",
+    "Plain",
+    "compute_dtype",
+    "decide",
+    "read_groups",
+]
+
+#: Hyperparameters that a parameter group may set for itself.
+GROUP_KEYS = ("lr", "betas", "eps", "weight_decay", "correct_bias", "rank", "update_proj_gap", "scale", "proj_type")
+#: Keys that others put into parameter groups, left as they are.
+FOREIGN_KEYS = frozenset({"params", "param_names", "name", "initial_lr", "configured_lr", "moe"})
+#: Elements of the bases that are whole in memory at the same time: bounds what sharded projectors need while a
+#: sub-group steps (256 MiB in float32), and thereby how many collectives it takes.
+BATCH_ELEMENTS = 2**26
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided about a parameter.
+
+    Parameters
+    ----------
+    name
+        Of the parameter.
+    shape
+        Of the whole parameter.
+    side
+        From which it is projected; None for plain AdamW.
+    rank
+        Of the projection.
+    index
+        Its number among all projected matrices of the optimizer.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    side: Side | None
+    rank: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A parameter, or this rank's part of it, that is trained with plain AdamW.
+
+    Parameters
+    ----------
+    name
+        Of the parameter.
+    offset, numel
+        The range of the flat tensor that this rank holds of it.
+    """
+
+    name: str
+    offset: int
+    numel: int
+
+    def narrow(self, flat: Tensor) -> Tensor:
+        """Its elements in a flat tensor: a view ``(numel,)``."""
+        return flat.view(-1).narrow(0, self.offset, self.numel)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Matrices of one side that step together."""
+
+    side: Side
+    matrices: tuple[Matrix, ...]
+
+
+@dataclass(frozen=True)
+class FlatPlan:
+    """How one tensor that ``step()`` is given is updated.
+
+    Parameters
+    ----------
+    group
+        The ranks that hold it together.
+    batches, plain
+        What it consists of.
+    nested
+        Whether its state is a dict of the states of several parameters.
+    """
+
+    group: RankGroup
+    batches: tuple[Batch, ...]
+    plain: tuple[Plain, ...]
+    nested: bool
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """What moments are kept in, and the products computed in."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def read_groups(params: Iterable[Any], model: nn.Module | None) -> tuple[list[dict[str, Any]], dict[Tensor, Described]]:
+    """The parameter groups, checked and without names, and what is known of the parameters.
+
+    Raises
+    ------
+    ConfigError
+        If there are no parameters, or a group's keys or values are impossible.
+    """
+    described = describe_model(model) if model is not None else {}
+    items = list(params)
+    if not items:
+        raise ConfigError("params: the optimizer was given no parameters")
+    groups = [dict(item) for item in items] if isinstance(items[0], dict) else [{"params": items}]
+    for number, group in enumerate(groups):
+        members = group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        if members and isinstance(members[0], tuple):
+            named = describe_names(members)
+            described = {**named, **described}
+            members = list(named)
+        group["params"] = members
+        own = {key: value for key, value in group.items() if key not in FOREIGN_KEYS}
+        checked = validate(GaLoreParameters, own, where=f"param_groups[{number}]")
+        group.update({key: getattr(checked, key) for key in own})
+        unknown = sorted(set(own) - set(GROUP_KEYS))
+        if unknown:
+            raise ConfigError(f"param_groups[{number}].{unknown[0]}: can be set for the whole optimizer only")
+    return groups, described
+
+
+class Decisions:
+    """What was decided about every parameter, and the plans that follow from it.
+
+    Parameters
+    ----------
+    by_parameter
+        In the order of the parameter groups.
+    parameters
+        The optimizer's hyperparameters.
+    too_small
+        Matrices that were to be projected and have a side no longer than the rank, for a message.
+    ignored
+        Modules that ``target_modules`` match and that cannot be projected, for a message.
+    """
+
+    def __init__(
+        self,
+        by_parameter: Mapping[Tensor, Decision],
+        parameters: GaLoreParameters,
+        too_small: Sequence[str],
+        ignored: Sequence[str],
+    ) -> None:
+        self.by_parameter = dict(by_parameter)
+        self.too_small, self.ignored = list(too_small), list(ignored)
+        self._parameters = parameters
+        self._num_projected = sum(each.side is not None for each in self.by_parameter.values())
+
+    @property
+    def projector_bytes(self) -> int:
+        """Bytes of one number of a projector."""
+        return 2 if self._parameters.projector_dtype == "bf16" else 4
+
+    def shards_projectors(self, world_size: int) -> bool:
+        """Whether right projectors are kept in parts when ``world_size`` ranks share a parameter.
+
+        ``"auto"`` shards them where whole ones would take more memory on a rank than its moments do.
+        """
+        storage = self._parameters.projector_storage
+        if world_size == 1 or storage != "auto":
+            return storage == "sharded" and world_size > 1
+        projectors = moments = 0
+        for each in self.by_parameter.values():
+            if each.side is RIGHT:
+                rows, columns = matrix_shape(each.shape)
+                projectors += columns * each.rank * self.projector_bytes
+                moments += 2 * 4 * rows * each.rank
+        return projectors * world_size > moments
+
+    def plan(self, binding: FlatBinding, *, gap: int, dtype: torch.dtype, nested: bool) -> FlatPlan:
+        """The plan for a tensor.
+
+        Parameters
+        ----------
+        binding
+            What the tensor consists of.
+        gap
+            ``update_proj_gap`` of its parameter group.
+        dtype
+            What is computed in.
+        nested
+            As in :class:`FlatPlan`.
+
+        Raises
+        ------
+        BindingError
+            If a parameter of the binding was not given to the optimizer.
+        """
+        plain: list[Plain] = []
+        sides: dict[Side, list[Matrix]] = {RIGHT: [], LEFT: []}
+        for placement, name in zip(binding.placements, binding.names, strict=True):
+            decision = self.by_parameter.get(placement.parameter)
+            if decision is None:
+                raise BindingError(f"DeepSpeed partitions parameter {name or '?'}, which the optimizer was not given")
+            if decision.side is None:
+                start, stop = placement.ranges[binding.group.rank]
+                plain.append(Plain(decision.name, placement.offset, stop - start))
+            else:
+                matrix = self._matrix(decision, placement, binding.group, gap, dtype)
+                sides[decision.side].append(matrix)
+        batches = [batch for side, matrices in sides.items() for batch in _in_batches(side, matrices)]
+        return FlatPlan(binding.group, tuple(batches), tuple(plain), nested)
+
+    def _matrix(
+        self, decision: Decision, placement: Placement, group: RankGroup, gap: int, dtype: torch.dtype
+    ) -> Matrix:
+        return Matrix(
+            name=decision.name,
+            layout=MatrixLayout(matrix_shape(decision.shape), placement.ranges, group.rank),
+            offset=placement.offset,
+            rank=decision.rank,
+            index=decision.index,
+            phase=decision.index * gap // self._num_projected if self._parameters.stagger_refresh else 0,
+            sharded=decision.side is RIGHT and self.shards_projectors(group.world_size),
+            projector_dtype=torch.bfloat16 if self._parameters.projector_dtype == "bf16" else dtype,
+        )
+
+
+def _in_batches(side: Side, matrices: Sequence[Matrix]) -> list[Batch]:
+    batches: list[Batch] = []
+    pending: list[Matrix] = []
+    size = 0
+    for matrix in matrices:
+        elements = side.basis_rows(matrix) * matrix.rank
+        if pending and size + elements > BATCH_ELEMENTS:
+            batches.append(Batch(side, tuple(pending)))
+            pending, size = [], 0
+        pending.append(matrix)
+        size += elements
+    return [*batches, Batch(side, tuple(pending))] if pending else batches
+
+
+def decide(
+    groups: Sequence[Mapping[str, Any]],
+    own_rank: Sequence[bool],
+    described: Mapping[Tensor, Described],
+    parameters: GaLoreParameters,
+) -> Decisions:
+    """Decide about every parameter.
+
+    Parameters
+    ----------
+    groups
+        The parameter groups with all hyperparameters filled in.
+    own_rank
+        Which groups set their own rank: all their matrices are projected. In the others ``target_modules`` chooses.
+    described
+        What is known of the parameters.
+    parameters
+        The optimizer's hyperparameters.
+
+    Raises
+    ------
+    ConfigError
+        If nothing is projected, if it cannot be told what is to be, or if a group with a rank holds something that is
+        no matrix.
+    """
+    targets, ignored = _targets(groups, own_rank, described, parameters)
+    decisions: dict[Tensor, Decision] = {}
+    too_small: list[str] = []
+    index = 0
+    for number, (group, own) in enumerate(zip(groups, own_rank, strict=True)):
+        for position, parameter in enumerate(group["params"]):
+            known = described.get(parameter)
+            name = known.name if known is not None else f"param_groups[{number}].params[{position}]"
+            shape, rank = full_shape(parameter), group["rank"] or 0
+            side = None
+            if own and len(shape) < 2:
+                raise ConfigError(
+                    f"param_groups[{number}].rank is {rank}, but {name} has shape {shape} and is no matrix"
+                )
+            if own or parameter in targets:
+                rows, columns = matrix_shape(shape)
+                if rank >= min(rows, columns):
+                    too_small.append(f"{name} ({rows} x {columns})")
+                else:
+                    side = _choose_side(group["proj_type"], rows, columns)
+            decisions[parameter] = Decision(name, shape, side, rank, index)
+            index += side is not None
+    if not index:
+        raise ConfigError(
+            "rank: no parameter is projected; set a rank below the smaller side of the matrices, for the optimizer"
+            " (with model=... or named parameters) or for the groups to be projected"
+        )
+    return Decisions(decisions, parameters, too_small, ignored)
+
+
+def _targets(
+    groups: Sequence[Mapping[str, Any]],
+    own_rank: Sequence[bool],
+    described: Mapping[Tensor, Described],
+    parameters: GaLoreParameters,
+) -> tuple[set[Tensor], list[str]]:
+    candidates: dict[Tensor, Described] = {}
+    for number, (group, own) in enumerate(zip(groups, own_rank, strict=True)):
+        if own or group["rank"] is None:
+            continue
+        unnamed = [each for each in group["params"] if each not in described and len(full_shape(each)) >= 2]
+        if unnamed:
+            raise ConfigError(
+                f"rank is {group['rank']}, but which matrices of param_groups[{number}] it is for cannot be told: pass"
+                " model=... or (name, parameter) pairs, or set 'rank' in the groups to be projected"
+            )
+        candidates.update((each, described[each]) for each in group["params"] if each in described)
+    return select_targets(candidates, parameters.target_modules) if candidates else (set(), [])
+
+
+def _choose_side(proj_type: str, rows: int, columns: int) -> Side:
+    if proj_type in ("right", "left"):
+        return RIGHT if proj_type == "right" else LEFT
+    return RIGHT if (rows >= columns) == (proj_type == "std") else LEFT
