@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from ds_galore.errors import ConfigError
 
 __all__ = [
+    "DEEPSPEED_OPTIMIZERS",
     "GALORE_OPTIMIZERS",
     "DsGaloreConfig",
     "GaLoreParameters",
@@ -28,6 +29,13 @@ __all__ = [
 
 #: Optimizer types that ``enable()`` registers with DeepSpeed, by their names in the JSON.
 GALORE_OPTIMIZERS: tuple[str, ...] = ("GaLoreAdamW",)
+
+#: Optimizer types that DeepSpeed 0.19 and torch.optim know, for checks where neither is installed.
+DEEPSPEED_OPTIMIZERS: tuple[str, ...] = (
+    *("adam", "adamw", "adagrad", "lamb", "lion", "muadam", "muadamw", "musgd", "muon", "Adam", "AdamW", "Lamb"),
+    *("Lion", "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop"),
+    *("Rprop", "SGD"),
+)
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 import ds_galore
-from ds_galore.config import load_config, resolve_auto, section
+from ds_galore.config import GALORE_OPTIMIZERS, load_config, resolve_auto, section
 from ds_galore.errors import ConfigError, DataError, DsGaloreError
+from ds_galore.optim.targets import describe_model, select_targets
 from ds_galore.tools.memory import ParameterPlan, plan_memory
 from ds_galore.zero.group import RankGroup
 
@@ -35,7 +36,7 @@ from text_data import Corpus, SampleOrder, load_corpus
 MODELS = Path(__file__).resolve().parent.parent / "configs" / "models"
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     names = sorted(path.stem for path in MODELS.glob("*.json"))
     parser = argparse.ArgumentParser(
@@ -65,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--gradient-checkpointing", action="store_true", help="recompute activations in the backward pass")
     add("--debug", action="store_true", help="show tracebacks")
     add("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def _positive(text: str) -> int:
@@ -177,6 +178,13 @@ def build_model(model_config: Any, weights: Path | None, config: dict[str, Any],
         model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
     del keep
     return model
+
+
+def check_targets(model: torch.nn.Module, config: dict[str, Any]) -> None:
+    """Refuse ``target_modules`` that match nothing, on all ranks together, before DeepSpeed is set up."""
+    optimizer = section(config, "optimizer")
+    if optimizer.get("type") in GALORE_OPTIMIZERS:
+        select_targets(describe_model(model), section(optimizer, "params").get("target_modules"))
 
 
 class Trainer:
@@ -295,7 +303,7 @@ class Trainer:
             ranks = len(list((self.checkpoints / tag).glob("*_optim_states.pt")))
             if ranks != group.world_size:
                 raise DataError(
-                    f"--resume {tag}: was saved by {ranks} ranks and cannot be loaded by {group.world_size}; use {ranks}"
+                    f"--resume {tag}: was saved by {ranks} ranks and cannot be loaded by {group.world_size}"
                 )
         _, client = self.engine.load_checkpoint(str(self.checkpoints), tag=tag)
         self.order.consumed = client["consumed"]
@@ -356,6 +364,8 @@ def train(arguments: argparse.Namespace, group: RankGroup) -> None:
     import deepspeed
 
     model = build_model(model_config, weights, config, seed=arguments.seed)
+    with group.together():
+        check_targets(model, config)
     if arguments.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     engine, *_ = deepspeed.initialize(
@@ -366,25 +376,30 @@ def train(arguments: argparse.Namespace, group: RankGroup) -> None:
     Trainer(arguments, config, engine, corpus).run()
 
 
-def main() -> int:
-    """Run, and turn a user's mistake into one message and an exit status."""
-    arguments = parse_arguments()
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    ds_galore.enable()
-    group = connect()
+def run(arguments: argparse.Namespace, group: RankGroup) -> int:
+    """Train; turn a user's mistake into one message for the whole job, and one exit status."""
     try:
         train(arguments, group)
     except DsGaloreError as error:
         if arguments.debug:
             raise
-        if error.first_rank in (None, group.rank):  # where all fail alike, the first tells
+        if error.first_rank in (None, group.rank):  # where several fail alike, the first tells
             print(f"train.py: error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    return 0
+
+
+def main() -> int:
+    """The program."""
+    arguments = parse_arguments()
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    ds_galore.enable()
+    try:
+        return run(arguments, connect())
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    return 0
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def start(model: nn.Module, settings: dict[str, Any], **kwargs: Any) -> Any:
 
 
 def train(engine: Any, data: torch.Tensor) -> list[float]:
-    """Train over ``data``, ``(steps, global batch, length)``: the mean loss over all ranks and micro-batches by step."""
+    """Train over ``data``, ``(steps, global batch, length)``: by step, the mean loss over ranks and micro-batches."""
     import torch.distributed as dist
 
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -13,6 +13,10 @@ __all__ = ["OVERSAMPLING", "leading_basis", "random_start", "singular_basis"]
 #: Extra columns of a random start, dropped when the basis is ordered (Halko et al., arXiv 0909.4061, section 4.3).
 OVERSAMPLING = 16
 
+#: Squared singular values, last to first, down to which the Gram matrix gives orthonormal columns: in float64 they then
+#: err by some 1e-7.
+_SAFE_RATIO = 1e-9
+
 
 def random_start(rows: int, rank: int, *, seed: int, index: int, like: Tensor) -> Tensor:
     """A Gaussian ``(rows, k)`` with ``k = rank + OVERSAMPLING`` where that many columns are possible.
@@ -41,14 +45,21 @@ def leading_basis(block: Tensor, rank: int) -> Tensor | None:
 
     Notes
     -----
-    ``block = Q R`` by Householder QR, which gives orthonormal columns even where the block's rank falls short of ``k``;
-    the eigenvectors of ``R R^T`` rotate ``Q`` so that its columns are the block's left singular vectors.
+    The columns are the block's left singular vectors ``B V / sigma``, by the eigenvectors of ``B^T B`` in float64. That
+    loses orthogonality as the square of the block's condition; so where the last singular value is too small for it, or
+    zero, Householder QR is used. It gives orthonormal columns even where the block's rank falls short, and the
+    eigenvectors of ``R R^T`` order them.
     """
     largest = block.abs().max()
     if not torch.isfinite(largest) or largest == 0:
         return None
     # Scaled by a power of two, exactly: squares of tiny gradients must not underflow.
     scaled = torch.ldexp(block, -torch.frexp(largest).exponent)
+    if scaled.device.type != "mps":  # it has no float64
+        wide = scaled.double()
+        squares, vectors = torch.linalg.eigh(wide.t() @ wide)
+        if squares[-rank] > _SAFE_RATIO * squares[-1]:
+            return (wide @ (vectors[:, -rank:].flip(1) * squares[-rank:].flip(0).rsqrt())).to(block.dtype)
     orthonormal, triangle = torch.linalg.qr(scaled)
     _, vectors = torch.linalg.eigh(triangle @ triangle.t())
     leading: Tensor = orthonormal @ vectors[:, -rank:].flip(1)

@@ -1,0 +1,73 @@
+"""The ds-galore command as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = "configs/zero3_galore.json"
+
+
+def command(*arguments: str, block: str = "") -> subprocess.CompletedProcess[str]:
+    """Run it; ``block`` names a module that must not be imported."""
+    start = f"import sys; sys.modules[{block!r}] = None; " if block else ""
+    code = f"{start}from ds_galore.cli import main; main(prog_name='ds-galore')"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_it_is_installed_under_its_name_and_runs_as_a_module():
+    installed = subprocess.run(
+        [Path(sys.executable).parent / "ds-galore", "--version"], capture_output=True, text=True, check=True
+    )
+    assert installed.stdout.startswith("ds-galore, version 0.")
+    module = subprocess.run([sys.executable, "-m", "ds_galore", "--help"], capture_output=True, text=True, check=True)
+    assert "estimate" in module.stdout
+
+
+def test_help_needs_neither_torch_nor_deepspeed_and_comes_at_once():
+    begin = time.monotonic()
+    assert command("--help", block="torch").returncode == 0
+    assert time.monotonic() - begin < 2.0  # 0.25 s on an idle machine
+    assert command("config", "check", CONFIG, block="torch").stdout == f"{CONFIG}: fine\n"
+
+
+def test_a_wrong_configuration_is_one_line_and_status_2(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"optimizer": {"type": "GaLoreAdamW", "params": {"rank": 0}}}')
+    done = command("config", "check", str(path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "ds-galore: error: optimizer.params.rank is 0: input should be greater than or equal to 1\n"
+    assert "Traceback" in command("--debug", "config", "check", str(path)).stderr
+    assert command("config", "check", "nowhere.json").returncode == 2
+    assert command("estimate").returncode == 2
+
+
+def test_estimate_gives_bytes_by_kind_without_deepspeed():
+    arguments = ["estimate", "--config", CONFIG, "--model-config", "configs/models/llama_60m.json", "--world-size", "4"]
+    done = command(*arguments, "--json", block="deepspeed")
+    assert done.returncode == 0, done.stderr
+    plans = json.loads(done.stdout)
+    ours, adamw = plans["GaLoreAdamW"], plans["plain AdamW"]
+    assert adamw["moments"] == pytest.approx(2 * 4 * 58_073_600 / 4, rel=1e-3)
+    assert adamw["weights"] * 2 == adamw["master_weights"]
+    assert ours["weights"] == adamw["weights"]
+    assert ours["moments"] < adamw["moments"]
+    assert ours["projectors"] > 0
+    assert ours["total"] == sum(value for kind, value in ours.items() if kind != "total")
+    assert "projectors" in command(*arguments).stdout
+
+
+@pytest.mark.parametrize("path", ["nowhere", "README.md", "configs"])
+def test_estimate_names_a_model_that_it_cannot_read(path):
+    done = command("estimate", "--config", CONFIG, "--model-config", path)
+    assert done.returncode == 3
+    assert done.stderr.startswith(f"ds-galore: error: --model-config {path}: ")
+    assert "Traceback" not in done.stderr
