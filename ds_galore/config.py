@@ -272,6 +272,8 @@ def _check_zero(config: Mapping[str, Any], kind: str) -> None:
     for key, neutral in (("elastic_checkpoint", False), ("zenflow", None), ("zero_hpz_partition_size", 1)):
         if zero.get(key, neutral) not in (neutral, None, False):
             _refuse(f"zero_optimization.{key}", zero[key], f"{kind} does not support it; use {json.dumps(neutral)}")
+    if section(config, "checkpoint").get("load_universal"):
+        _refuse("checkpoint.load_universal", True, f"universal checkpoints have no place for {kind}'s low-rank states")
     autocast = section(config, "torch_autocast")
     if autocast.get("enabled") and autocast.get("dtype") in ("float16", "fp16"):
         _refuse("torch_autocast.dtype", autocast["dtype"], "under ZeRO-3 DeepSpeed takes no step with it; use bfloat16")

@@ -128,6 +128,7 @@ def test_auto_is_resolved_where_it_has_a_meaning_and_the_rest_is_left():
             },
             r"bf16_master_weights_and_grads is True",
         ),
+        ({"checkpoint": {"load_universal": True}}, r"checkpoint\.load_universal is True"),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, r"torch_autocast\.dtype is 'float16'"),
         ({"optimizer": {"type": "GaLoreAdamW", "params": 3}}, r"optimizer\.params is 3: it must be an object"),
     ],

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ds_galore.config import GaLoreParameters, validate
-from ds_galore.errors import ConfigError
+from ds_galore.errors import BindingError, ConfigError
 from ds_galore.optim.loading import check_groups, check_state, settle_group, to_device
 from ds_galore.optim.matrices import State
 from ds_galore.optim.plan import GROUP_KEYS, FlatPlan, compute_dtype, decide, read_groups
@@ -29,6 +29,20 @@ from ds_galore.zero.layout import matrix_shape
 __all__ = ["GaLoreAdamW"]
 
 logger = logging.getLogger(__name__)
+
+
+class _StatesByName(dict[str, Any]):
+    """The states of the parameters in a flat tensor, by name.
+
+    DeepSpeed looks for ``exp_avg`` here, of the flat tensor's shape, when a user asks for the full optimizer state of a
+    parameter (``safe_get_full_optimizer_state`` and its kin): a clear refusal, on all ranks alike.
+    """
+
+    def __missing__(self, key: str) -> Any:
+        raise BindingError(
+            f"{key!r} of a whole parameter does not exist: GaLoreAdamW keeps low-rank states, by parameter name, in"
+            " optimizer.state; DeepSpeed's functions for full optimizer states do not work with it"
+        )
 
 
 class GaLoreAdamW(Optimizer):
@@ -202,6 +216,8 @@ class GaLoreAdamW(Optimizer):
                 if tensor.grad.is_sparse:
                     raise ConfigError("GaLoreAdamW does not support sparse gradients; use Embedding(sparse=False)")
                 plan = self._plan(tensor, group)
+                if plan.nested and not isinstance(self.state[tensor], _StatesByName):
+                    self.state[tensor] = _StatesByName(self.state[tensor])
                 state: State = self.state[tensor]
                 FlatStep(tensor, tensor.grad, group, plan, state, self._parameters, self._say_skipped).run()
         return loss
@@ -227,6 +243,12 @@ class GaLoreAdamW(Optimizer):
 
     # ------------------------------------------------------------------ checkpoints
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain dicts of tensors and numbers: it loads with ``torch.load(weights_only=True)``."""
+        packed = super().state_dict()
+        packed["state"] = {key: dict(state) for key, state in packed["state"].items()}
+        return packed
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state dict; the next update is the very one that would have followed.
 
@@ -249,7 +271,7 @@ class GaLoreAdamW(Optimizer):
             saved_state = state_dict["state"].get(identifier)
             if saved_state:
                 check_state(self._plan(tensor, group), tensor, saved_state)
-                loaded[tensor] = to_device(saved_state, tensor.device)
+                loaded[tensor] = to_device(saved_state, tensor.device)  # a plain dict, until the next step
         ours = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         super().load_state_dict({**state_dict, "state": {}})  # torch's would cast the state to the weights' dtype
         for number, group in enumerate(self.param_groups):

@@ -59,7 +59,8 @@ def leading_basis(block: Tensor, rank: int) -> Tensor | None:
         wide = scaled.double()
         squares, vectors = torch.linalg.eigh(wide.t() @ wide)
         if squares[-rank] > _SAFE_RATIO * squares[-1]:
-            return (wide @ (vectors[:, -rank:].flip(1) * squares[-rank:].flip(0).rsqrt())).to(block.dtype)
+            singular: Tensor = wide @ (vectors[:, -rank:].flip(1) * squares[-rank:].flip(0).rsqrt())
+            return singular.to(block.dtype)
     orthonormal, triangle = torch.linalg.qr(scaled)
     _, vectors = torch.linalg.eigh(triangle @ triangle.t())
     leading: Tensor = orthonormal @ vectors[:, -rank:].flip(1)

@@ -328,6 +328,25 @@ def test_a_resumed_run_goes_on_bit_for_bit(pool, tmp_path, settings):
     pool.run(2, resumed, str(tmp_path), settings)
 
 
+def full_state() -> None:
+    """DeepSpeed's functions for the full state of a parameter."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    from ds_galore import BindingError
+
+    model = jobs.tiny_llama()
+    engine = jobs.start(model, jobs.config(jobs.galore(), micro=1))
+    jobs.train(engine, jobs.batches(1, 2))
+    parameter = model.model.layers[0].self_attn.q_proj.weight
+    assert safe_get_full_fp32_param(parameter).shape == parameter.ds_shape
+    with pytest.raises(BindingError, match="'exp_avg' of a whole parameter does not exist"):
+        safe_get_full_optimizer_state(parameter, "exp_avg")
+
+
+def test_full_optimizer_states_are_refused_on_all_ranks_without_a_hang(pool):
+    pool.run(2, full_state, timeout=60)
+
+
 def state_keys() -> Any:
     """The structure of the state on this rank: keys and kinds, no sizes."""
     import io
