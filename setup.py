@@ -22,11 +22,12 @@ setup(
     install_requires=["torch>=2.6", "pydantic>=2.5", "click>=8.1", "rich>=13"],
     extras_require={
         "deepspeed": ["deepspeed>=0.19.8,<0.20"],
-        "train": ["deepspeed>=0.19.8,<0.20", "transformers>=4.45", "tqdm>=4.60"],
+        "train": ["deepspeed>=0.19.8,<0.20", "transformers>=4.45", "accelerate>=1.1", "tqdm>=4.60"],
         "data": ["datasets>=2.0"],
         "dev": [
             "deepspeed>=0.19.8,<0.20",
             "transformers>=4.45",
+            "accelerate>=1.1",
             "tqdm>=4.60",
             "galore-torch",
             "hypothesis",
