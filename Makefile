@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Where PyPI's torch would be a CUDA build of several gigabytes, constraints.txt decides.
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
-STEPS ?= 300
+STEPS ?= 250
 RANKS ?= 2
 CONFIG ?= configs/zero3_galore.json
 
