@@ -19,6 +19,7 @@ from ds_galore.errors import ConfigError
 __all__ = [
     "DEEPSPEED_OPTIMIZERS",
     "GALORE_OPTIMIZERS",
+    "TOP_LEVEL_KEYS",
     "DsGaloreConfig",
     "GaLoreParameters",
     "check_config",
@@ -35,6 +36,79 @@ DEEPSPEED_OPTIMIZERS: tuple[str, ...] = (
     *("adam", "adamw", "adagrad", "lamb", "lion", "muadam", "muadamw", "musgd", "muon", "Adam", "AdamW", "Lamb"),
     *("Lion", "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop"),
     *("Rprop", "SGD"),
+)
+
+#: Top-level keys that DeepSpeed 0.19 reads. Others are left alone, unless they differ from one of these by little.
+TOP_LEVEL_KEYS: frozenset[str] = frozenset(
+    (
+        "activation_checkpointing",
+        "aio",
+        "amp",
+        "autotuning",
+        "bf16",
+        "bfloat16",
+        "checkpoint",
+        "comet",
+        "comms_logger",
+        "communication_data_type",
+        "compile",
+        "compression_training",
+        "csv_monitor",
+        "curriculum_learning",
+        "data_efficiency",
+        "data_types",
+        "dataloader_drop_last",
+        "datastates_ckpt",
+        "disable_allgather",
+        "disable_python_gc",
+        "expert_parallel",
+        "gradient_allreduce_op",
+        "log_level",
+        "managed_gradient_accumulation",
+        "ds_galore",
+        "dump_state",
+        "eigenvalue",
+        "elasticity",
+        "flops_profiler",
+        "fp16",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "gradient_predivide_factor",
+        "graph_harvesting",
+        "hybrid_engine",
+        "keep_in_fp32_modules",
+        "load_universal_checkpoint",
+        "memory_breakdown",
+        "monitor_config",
+        "nebula",
+        "optimizer",
+        "pipeline",
+        "prescale_gradients",
+        "progressive_layer_drop",
+        "quantize_training",
+        "scheduler",
+        "seq_parallel_communication_data_type",
+        "sequence_parallel_size",
+        "sparse_attention",
+        "sparse_gradients",
+        "steps_per_print",
+        "tensor_parallel",
+        "tensorboard",
+        "timers",
+        "torch_autocast",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "use_data_before_expert_parallelism",
+        "use_data_before_expert_parallel_",
+        "use_node_local_storage",
+        "vocabulary_size",
+        "wall_clock_breakdown",
+        "wandb",
+        "zenflow",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "zero_optimization",
+    )
 )
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -58,7 +132,7 @@ class GaLoreParameters(BaseModel):
         BeforeValidator(_beta_pair),
         Field(description="Decay rates of the first and the second moment."),
     ] = (0.9, 0.999)
-    eps: Annotated[float, Field(ge=0, allow_inf_nan=False, description="Added to the root of the second moment.")] = (
+    eps: Annotated[float, Field(gt=0, allow_inf_nan=False, description="Added to the root of the second moment.")] = (
         1e-6
     )
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False, description="Decoupled weight decay.")] = 0.0
@@ -221,10 +295,22 @@ def check_config(config: Mapping[str, Any], known_optimizers: Iterable[str] = ()
     Raises
     ------
     ConfigError
-        For a mistake in the ``ds_galore`` section, an unknown optimizer type, and, where the optimizer is one of
-        ours, mistakes in its parameters and DeepSpeed features with which it does not work.
+        For a mistake in the ``ds_galore`` section, a top-level key that DeepSpeed would ignore although it is almost
+        one that it knows, an unknown optimizer type, and, where the optimizer is one of ours, mistakes in its
+        parameters and DeepSpeed features with which it does not work.
     """
     validate(DsGaloreConfig, section(config, "ds_galore"), where="ds_galore")
+    for key in config:
+        hint = "" if key in TOP_LEVEL_KEYS else nearest(key, TOP_LEVEL_KEYS)
+        if "did you mean" in hint and difflib.SequenceMatcher(None, key, hint.split("'")[1]).ratio() >= 0.8:
+            raise ConfigError(f"{key}: DeepSpeed does not know this key and would ignore it{hint}")
+    for name, keys in (("optimizer", ("type", "params", "legacy_fusion")), ("scheduler", ("type", "params"))):
+        present = section(config, name)
+        for key in present:
+            if key not in keys:
+                raise ConfigError(f"{name}.{key}: unknown key{nearest(key, keys)}")
+        if present and not isinstance(present.get("type"), str):
+            raise ConfigError(f"{name}.type is {present.get('type')!r}: it must be a name")
     kind = section(config, "optimizer").get("type")
     if kind is None:
         return
@@ -235,8 +321,7 @@ def check_config(config: Mapping[str, Any], known_optimizers: Iterable[str] = ()
             raise ConfigError(f"optimizer.type is {kind!r}: no such optimizer{nearest(str(kind), known)}")
         return
     parameters = {key: value for key, value in section(config, "optimizer", "params").items() if value != "auto"}
-    if validate(GaLoreParameters, parameters, where="optimizer.params").rank is None:
-        raise ConfigError(f"optimizer.params.rank is missing: {kind} needs the rank of the projection, such as 128")
+    validate(GaLoreParameters, parameters, where="optimizer.params")
     _check_zero(config, kind)
 
 
@@ -246,7 +331,7 @@ def _check_zero(config: Mapping[str, Any], kind: str) -> None:
     stage = zero.get("stage", 0)
     if stage not in (0, 3):
         _refuse("zero_optimization.stage", stage, f"{kind} supports stage 3, and 0 in fp32, so far")
-    precisions = [key for key in ("fp16", "bf16") if section(config, key).get("enabled") is True]
+    precisions = [key for key in ("fp16", "bf16") if section(config, key).get("enabled") not in (None, False, "auto")]
     if stage == 0 and precisions:
         _refuse(f"{precisions[0]}.enabled", True, f"without ZeRO {kind} supports fp32 only so far; use stage 3")
     if stage == 0:

@@ -7,15 +7,14 @@ configuration is wrapped to refuse mistakes before anything is built. Seen in De
 
 from __future__ import annotations
 
-import difflib
 import functools
-import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ds_galore.config import GALORE_OPTIMIZERS, check_config, nearest
+from ds_galore.config import GALORE_OPTIMIZERS, check_config, nearest, section
 from ds_galore.errors import ConfigError
 from ds_galore.optim.galore import GaLoreAdamW
 
@@ -23,21 +22,6 @@ __all__ = ["check_deepspeed_config", "enable"]
 
 _OPTIMIZERS: dict[str, type[GaLoreAdamW]] = {"GaLoreAdamW": GaLoreAdamW}
 _MARK = "_ds_galore_wrapped"
-
-#: Where DeepSpeed defines the names of the top-level keys that it reads, as string constants or as models' fields.
-_KEY_MODULES = (
-    "deepspeed.runtime.constants",
-    "deepspeed.autotuning.constants",
-    "deepspeed.compression.constants",
-    "deepspeed.elasticity.constants",
-    "deepspeed.nebula.constants",
-    "deepspeed.profiling.constants",
-    "deepspeed.runtime.activation_checkpointing.config",
-    "deepspeed.runtime.data_pipeline.constants",
-    "deepspeed.runtime.swap_tensor.constants",
-    "deepspeed.runtime.zero.config",
-    "deepspeed.monitor.constants",
-)
 
 
 def enable() -> None:
@@ -99,17 +83,11 @@ def check_deepspeed_config(config: dict[str, Any], *, client_optimizer: Any = No
     Raises
     ------
     ConfigError
-        As :func:`ds_galore.config.check_config`; also for a top-level key that DeepSpeed does not know and would ignore
-        although it differs from one that it knows by little.
+        As :func:`ds_galore.config.check_config`; also for keys that DeepSpeed would refuse or stumble over later:
+        unknown ones in ``zero_optimization``, and unknown schedulers or parameters of them.
     """
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
-    known_keys = _top_level_keys()
-    for key in config:
-        if key not in known_keys:
-            hint = nearest(key, known_keys)
-            if "did you mean" in hint and _close(key, hint):
-                raise ConfigError(f"{key}: DeepSpeed does not know this key and would ignore it{hint}")
     torch_optimizers = [
         name
         for name, value in vars(torch.optim).items()
@@ -117,24 +95,37 @@ def check_deepspeed_config(config: dict[str, Any], *, client_optimizer: Any = No
     ]
     if isinstance(client_optimizer, tuple(_OPTIMIZERS.values())):
         name = next(name for name, kind in _OPTIMIZERS.items() if isinstance(client_optimizer, kind))
-        config = {
-            **config,
-            "optimizer": {"type": name, "params": {"rank": 1}},
-        }  # its own parameters are checked already
+        config = {**config, "optimizer": {"type": name, "params": {}}}  # its own parameters are checked already
     check_config(config, [*DEEPSPEED_OPTIMIZERS, *(name for name in torch_optimizers if name not in GALORE_OPTIMIZERS)])
+    _check_zero_keys(config)
+    _check_scheduler(config)
 
 
-def _close(key: str, hint: str) -> bool:
-    return difflib.SequenceMatcher(None, key.lower(), hint.split("'")[1].lower()).ratio() >= 0.85
+def _check_zero_keys(config: dict[str, Any]) -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = DeepSpeedZeroConfig.model_fields
+    known = {*fields, *(field.alias for field in fields.values() if field.alias)}
+    for key in section(config, "zero_optimization"):
+        if key not in known:
+            raise ConfigError(f"zero_optimization.{key}: unknown key{nearest(key, known)}")
 
 
-@functools.cache
-def _top_level_keys() -> frozenset[str]:
-    keys = {"ds_galore", "optimizer", "scheduler", "fp16", "bf16", "torch_autocast", "zero_optimization"}
-    for name in _KEY_MODULES:
-        try:
-            module = importlib.import_module(name)
-        except ImportError:
-            continue  # DeepSpeed moved it; fewer keys known means fewer refused
-        keys.update(value for value in vars(module).values() if isinstance(value, str))
-    return frozenset(keys)
+def _check_scheduler(config: dict[str, Any]) -> None:
+    from deepspeed.runtime import lr_schedules
+
+    scheduler = section(config, "scheduler")
+    if not scheduler:
+        return
+    kind = scheduler["type"]
+    found = getattr(lr_schedules, kind, None) if kind in lr_schedules.VALID_LR_SCHEDULES else None
+    if found is None:
+        found = getattr(torch.optim.lr_scheduler, kind, None)
+    if not isinstance(found, type):
+        raise ConfigError(
+            f"scheduler.type is {kind!r}: no such scheduler{nearest(kind, lr_schedules.VALID_LR_SCHEDULES)}"
+        )
+    known = [name for name in inspect.signature(found).parameters if name != "optimizer"]
+    for key in section(scheduler, "params"):
+        if key not in known:
+            raise ConfigError(f"scheduler.params.{key}: {kind} has no such parameter{nearest(key, known)}")

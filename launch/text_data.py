@@ -153,7 +153,10 @@ def _from_datasets(path: Path, text_column: str) -> Iterator[str]:
         raise DataError(
             f"--data {path}: has no column {text_column!r}; --text-column takes {', '.join(loaded.column_names)}"
         )
-    yield from loaded[text_column]
+    for number, text in enumerate(loaded[text_column]):
+        if not isinstance(text, str):
+            raise DataError(f"--data {path}: row {number} of column {text_column!r} is {text!r} and no text")
+        yield text
 
 
 class SampleOrder:

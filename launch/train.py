@@ -54,7 +54,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--text-column", default="text", help="column of a datasets folder")
     add("--tokenizer", metavar="DIR", help="Hugging Face tokenizer; without it, bytes are the tokens")
-    add("--seq-len", type=_positive, default=256, help="tokens a sample")
+    add("--seq-len", type=_at_least_two, default=256, help="tokens a sample")
     add("--steps", type=_positive, default=400, help="optimizer steps")
     add("--eval-every", type=int, default=100, help="steps between validations; 0 for the last one only")
     add("--eval-samples", type=_positive, default=64, help="validation samples")
@@ -69,6 +69,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _at_least_two(text: str) -> int:
+    if int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text} leaves nothing to predict; at least 2")
+    return int(text)
+
+
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -79,13 +85,20 @@ def _positive(text: str) -> int:
 def read_config(arguments: argparse.Namespace) -> dict[str, Any]:
     """The configuration with its ``"auto"`` values resolved, and refused if it cannot work."""
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.config import DeepSpeedConfig
 
     config = load_config(arguments.config)
     ds_galore.check_deepspeed_config(config)
+    if not section(config, "optimizer"):
+        raise ConfigError(
+            f"optimizer is missing from {arguments.config}: launch/train.py trains with the one named there"
+        )
     accelerator = get_accelerator()
     # A CPU says that it supports bf16; without hardware for it, it is about 20 times slower than fp32.
     hardware = accelerator.device_name() != "cpu"
     bf16 = hardware and accelerator.is_bf16_supported()
+    if accelerator.device_name() == "cuda":  # which says yes to bf16 that it emulates, too
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     resolved = resolve_auto(
         config,
         {
@@ -102,6 +115,10 @@ def read_config(arguments: argparse.Namespace) -> dict[str, Any]:
     stage = section(resolved, "zero_optimization").get("stage", 0)
     if stage not in (0, 3):
         raise ConfigError(f"zero_optimization.stage is {stage!r}: launch/train.py trains with stage 3 (or 0)")
+    try:
+        DeepSpeedConfig(resolved)
+    except (AssertionError, ValueError, TypeError) as error:
+        raise ConfigError(f"{arguments.config}: DeepSpeed refuses it: {error}") from None
     return resolved
 
 
@@ -159,6 +176,7 @@ def load_model_config(name: str) -> tuple[Any, Path | None]:
 
 def build_model(model_config: Any, weights: Path | None, config: dict[str, Any], *, seed: int) -> torch.nn.Module:
     """The model; under ZeRO-3 it is partitioned while it is built and never whole on a rank."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
@@ -170,29 +188,41 @@ def build_model(model_config: Any, weights: Path | None, config: dict[str, Any],
             dtype = value
     torch.manual_seed(seed)
     model_config.use_cache = False
-    if weights is not None:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(weights), config=model_config, dtype=dtype, local_files_only=True
-        )
-    else:
-        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+    try:
+        if weights is not None:
+            model = AutoModelForCausalLM.from_pretrained(
+                str(weights), config=model_config, dtype=dtype, local_files_only=True
+            )
+        else:
+            model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise DataError(f"--model {weights or ''}: cannot be built: {str(error).splitlines()[0]}") from None
     del keep
     return model
+
+
+def open_metrics(output: str, *, enabled: bool) -> Metrics:
+    """The metrics file, opened before anything costs time."""
+    try:
+        return Metrics(Path(output) / "metrics.jsonl" if enabled else None)
+    except OSError as error:
+        raise DataError(f"--output {output}: cannot be written to: {error.strerror}") from None
 
 
 def check_targets(model: torch.nn.Module, config: dict[str, Any]) -> None:
     """Refuse ``target_modules`` that match nothing, on all ranks together, before DeepSpeed is set up."""
     optimizer = section(config, "optimizer")
     if optimizer.get("type") in GALORE_OPTIMIZERS:
+        if "rank" not in section(optimizer, "params"):
+            raise ConfigError("optimizer.params.rank is missing: give the rank of the projection, such as 128")
         select_targets(describe_model(model), section(optimizer, "params").get("target_modules"))
 
 
 class Trainer:
     """The training loop: it owns the engine, the data's position and what is reported."""
 
-    def __init__(self, arguments: argparse.Namespace, config: dict[str, Any], engine: Any, corpus: Corpus) -> None:
-        self.arguments, self.engine, self.corpus = arguments, engine, corpus
-        self.config = config
+    def __init__(self, arguments: argparse.Namespace, engine: Any, corpus: Corpus, metrics: Metrics) -> None:
+        self.arguments, self.engine, self.corpus, self.metrics = arguments, engine, corpus, metrics
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.micro = engine.train_micro_batch_size_per_gpu()
         self.accumulation = engine.gradient_accumulation_steps()
@@ -210,7 +240,7 @@ class Trainer:
         progress = Progress(
             arguments.steps, done=done, tokens_per_step=tokens, every=arguments.log_every, enabled=self.rank == 0
         )
-        metrics = Metrics(self.output / "metrics.jsonl" if self.rank == 0 else None)
+        metrics = self.metrics
         validated = -1
         for step in range(done + 1, arguments.steps + 1):
             begin = time.monotonic()
@@ -300,8 +330,8 @@ class Trainer:
                 raise DataError(
                     f"--resume {tag}: no such checkpoint; {self.checkpoints} holds {', '.join(found) or 'none'}"
                 )
-            ranks = len(list((self.checkpoints / tag).glob("*_optim_states.pt")))
-            if ranks != group.world_size:
+            ranks = len(list((self.checkpoints / tag).glob("*_optim_states.pt")))  # none without ZeRO
+            if ranks and ranks != group.world_size:
                 raise DataError(
                     f"--resume {tag}: was saved by {ranks} ranks and cannot be loaded by {group.world_size}"
                 )
@@ -321,7 +351,25 @@ def memory_in_use() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def announce(engine: Any, config: dict[str, Any], corpus: Corpus, world_size: int) -> None:
+def element_sizes(engine: Any) -> dict[str, Any]:
+    """What an element of weights, master weights and gradients takes, from the tensors that DeepSpeed made of them."""
+    zero = engine.optimizer
+    if not hasattr(zero, "fp32_partitioned_groups_flat"):  # no ZeRO: whole weights and gradients of their dtype
+        size = next(engine.module.parameters()).element_size()
+        return {"weight_bytes": size, "master_bytes": 0, "gradient_bytes": size, "partitioned": False}
+    weights, masters = zero.fp16_partitioned_groups_flat[0], zero.fp32_partitioned_groups_flat[0]
+    shared = weights.data_ptr() == masters.data_ptr()
+    gradients = zero.grad_partitions_flat_buffer.element_size()
+    if zero.offload_optimizer:  # a second copy, where the masters are
+        gradients += masters.element_size()
+    return {
+        "weight_bytes": weights.element_size(),
+        "master_bytes": 0 if shared else masters.element_size(),
+        "gradient_bytes": gradients,
+    }
+
+
+def announce(engine: Any, corpus: Corpus, world_size: int) -> None:
     """Print what is about to be trained, and the memory table."""
     trained = [p for p in engine.module.parameters() if p.requires_grad]
     numbers = [getattr(p, "ds_numel", p.numel()) for p in trained]
@@ -333,12 +381,7 @@ def announce(engine: Any, config: dict[str, Any], corpus: Corpus, world_size: in
     optimizer = engine.basic_optimizer
     adamw = [ParameterPlan("", number) for number in numbers]
     plans = optimizer.parameter_plans() if isinstance(optimizer, ds_galore.GaLoreAdamW) else adamw
-    half = any(section(config, key).get("enabled") for key in ("bf16", "fp16"))
-    options: dict[str, Any] = {
-        "world_size": world_size,
-        "weight_bytes": 2 if half else 4,
-        "partitioned": section(config, "zero_optimization").get("stage") == 3,
-    }
+    options = {"world_size": world_size, **element_sizes(engine)}
     own = dict(options)
     if isinstance(optimizer, ds_galore.GaLoreAdamW):
         own["sharded"] = optimizer.shards_projectors(world_size)
@@ -361,6 +404,7 @@ def train(arguments: argparse.Namespace, group: RankGroup) -> None:
                 f"--model {arguments.model}: has a vocabulary of {model_config.vocab_size},"
                 f" and the tokenizer one of {corpus.vocabulary}"
             )
+        metrics = open_metrics(arguments.output, enabled=group.rank == 0)
     import deepspeed
 
     model = build_model(model_config, weights, config, seed=arguments.seed)
@@ -372,8 +416,8 @@ def train(arguments: argparse.Namespace, group: RankGroup) -> None:
         model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=config
     )
     if group.rank == 0:
-        announce(engine, config, corpus, group.world_size)
-    Trainer(arguments, config, engine, corpus).run()
+        announce(engine, corpus, group.world_size)
+    Trainer(arguments, engine, corpus, metrics).run()
 
 
 def run(arguments: argparse.Namespace, group: RankGroup) -> int:

@@ -11,7 +11,15 @@ import torch
 
 import ds_galore
 from ds_galore import ConfigError, check_deepspeed_config
-from ds_galore.config import DEEPSPEED_OPTIMIZERS, GaLoreParameters, check_config, load_config, nearest, resolve_auto
+from ds_galore.config import (
+    DEEPSPEED_OPTIMIZERS,
+    TOP_LEVEL_KEYS,
+    GaLoreParameters,
+    check_config,
+    load_config,
+    nearest,
+    resolve_auto,
+)
 from ds_galore.errors import DsGaloreError
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -85,6 +93,18 @@ def test_shipped_models_have_the_size_of_their_name(path):
     else:
         # The names are round numbers: the paper's "60M" has 58 million, its "1B" 1.3 billion.
         assert million == pytest.approx(int(named[1]) * (1000 if named[2] == "b" else 1), rel=0.35)
+
+
+def test_the_known_keys_are_those_that_the_installed_deepspeed_looks_up():
+    from deepspeed.runtime import config as theirs
+
+    source = Path(theirs.__file__).read_text()
+    names = re.findall(r"param_dict(?:\.get)?\s*[,\[(]\s*([A-Z_0-9]+)", source)
+    names += re.findall(r"([A-Z_0-9]+) in param_dict", source)
+    found = {value for name in names if isinstance(value := getattr(theirs, name, None), str)}
+    assert len(found) > 25
+    inner = {"dtype", "legacy_fusion", "lower_precision_safe_modules", "params", "type"}  # keys of sections
+    assert found - TOP_LEVEL_KEYS == inner
 
 
 def test_other_optimizers_are_none_of_our_business():

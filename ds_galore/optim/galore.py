@@ -17,10 +17,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ds_galore.config import GaLoreParameters, validate
-from ds_galore.errors import BindingError, ConfigError
+from ds_galore.errors import BindingError, ConfigError, DsGaloreError
 from ds_galore.optim.loading import check_groups, check_state, settle_group, to_device
 from ds_galore.optim.matrices import State
-from ds_galore.optim.plan import GROUP_KEYS, FlatPlan, compute_dtype, decide, read_groups
+from ds_galore.optim.plan import GROUP_KEYS, SETTINGS, FlatPlan, compute_dtype, decide, read_groups
 from ds_galore.optim.step import FlatStep
 from ds_galore.tools.memory import ParameterPlan
 from ds_galore.zero.binding import bind_whole, bind_zero3
@@ -71,7 +71,7 @@ class GaLoreAdamW(Optimizer):
     lr, betas, eps, weight_decay, correct_bias
         As in transformers' former AdamW, which galore-torch uses.
     rank
-        Of the projection, for parameters outside groups that set their own. A matrix with no side longer than
+        Of the projection, for parameters outside groups that set their own. A matrix with a side no longer than
         ``rank`` is trained with plain AdamW, and a warning names it.
     update_proj_gap
         Steps between two refreshes of a matrix's basis.
@@ -126,10 +126,13 @@ class GaLoreAdamW(Optimizer):
         self._parameters = validate(GaLoreParameters, {**plain, **galore}, where="GaLoreAdamW")
         groups, described = read_groups(params, model)
         own_rank = [group.get("rank") is not None for group in groups]
+        for group in groups:  # kept with the groups so that a checkpoint tells
+            group["settings"] = {key: getattr(self._parameters, key) for key in SETTINGS}
         super().__init__(groups, {key: getattr(self._parameters, key) for key in GROUP_KEYS})
         self._decisions = decide(self.param_groups, own_rank, described, self._parameters)
         self._plans: dict[Tensor, FlatPlan] = {}
         self._said: set[str] = set()
+        self._failed = False
         if self._decisions.ignored:
             _warn("target_modules match %s, which cannot be projected: ignored", ", ".join(self._decisions.ignored))
         if self._decisions.too_small:
@@ -156,7 +159,9 @@ class GaLoreAdamW(Optimizer):
     def parameter_plans(self) -> list[ParameterPlan]:
         """Every trained parameter, in order, and how it is projected: what :func:`.plan_memory` needs."""
         plans = []
-        for each in self._decisions.by_parameter.values():
+        for parameter, each in self._decisions.by_parameter.items():
+            if not parameter.requires_grad:
+                continue
             if each.side is None:
                 plans.append(ParameterPlan(each.name, math.prod(each.shape)))
             else:
@@ -201,14 +206,19 @@ class GaLoreAdamW(Optimizer):
         Raises
         ------
         PeerError
-            If another rank failed; all ranks raise in the same step.
+            If another rank failed; all ranks that share a partitioned tensor raise in the same step.
         BindingError
             If DeepSpeed hands over something that is not understood.
+        DsGaloreError
+            If an earlier step failed: what it left behind may differ between ranks, until a state is loaded.
         """
+        if self._failed:
+            raise DsGaloreError("an earlier step failed, and its state may be updated in part: load a checkpoint first")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._failed = True
         for group in self.param_groups:
             for tensor in group["params"]:
                 if tensor.grad is None:
@@ -220,6 +230,7 @@ class GaLoreAdamW(Optimizer):
                     self.state[tensor] = _StatesByName(self.state[tensor])
                 state: State = self.state[tensor]
                 FlatStep(tensor, tensor.grad, group, plan, state, self._parameters, self._say_skipped).run()
+        self._failed = False
         return loss
 
     def _plan(self, tensor: Tensor, group: Mapping[str, Any]) -> FlatPlan:
@@ -279,6 +290,7 @@ class GaLoreAdamW(Optimizer):
                 _warn("param_groups[%d].%s", number, difference)
         self.state.clear()
         self.state.update(loaded)
+        self._failed = False
 
 
 def _warn(message: str, *values: object) -> None:

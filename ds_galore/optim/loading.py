@@ -13,12 +13,13 @@ from torch import Tensor
 
 from ds_galore.errors import CheckpointMismatchError
 from ds_galore.optim.matrices import State
-from ds_galore.optim.plan import GROUP_KEYS, FlatPlan
+from ds_galore.optim.plan import GROUP_KEYS, SETTINGS, FlatPlan
 
 __all__ = ["check_groups", "check_state", "settle_group", "to_device"]
 
 #: Hyperparameters that decide what the state looks like: a checkpoint with another value cannot be continued.
 STRUCTURAL_KEYS = ("rank", "proj_type")
+STRUCTURAL_SETTINGS = ("projector_dtype",)
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Mapping[str, Any]]) -> None:
@@ -36,11 +37,13 @@ def check_groups(groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Map
             f"the checkpoint's parameter groups hold {saved_sizes} tensors, this optimizer's {sizes}"
         )
     for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
-        for key in STRUCTURAL_KEYS:
-            if saved.get(key) != group[key]:
+        pairs = [(key, saved.get(key), group[key]) for key in STRUCTURAL_KEYS]
+        pairs += [(key, saved.get("settings", {}).get(key), group["settings"][key]) for key in STRUCTURAL_SETTINGS]
+        for key, found, wanted in pairs:
+            if found != wanted:
                 raise CheckpointMismatchError(
-                    f"param_groups[{number}].{key}: the checkpoint has {saved.get(key)!r}, the configuration"
-                    f" {group[key]!r}; set it to {saved.get(key)!r} to continue that run"
+                    f"param_groups[{number}].{key}: the checkpoint has {found!r}, the configuration {wanted!r};"
+                    f" set it to {found!r} to continue that run"
                 )
 
 
@@ -100,19 +103,28 @@ def settle_group(group: dict[str, Any], ours: Mapping[str, Any], saved: Mapping[
     list of str
         What differed, for a message each.
     """
-    told = []
-    for key in GROUP_KEYS:
-        watched = "configured_lr" if key == "lr" else key
-        found, wanted = saved.get(watched), ours[watched]
-        found = tuple(found) if isinstance(found, list) else found
-        if key == "lr" and found == wanted:
-            continue
-        group[watched] = wanted
-        group[key] = ours[key]
+    told: list[str] = []
+
+    def compare(key: str, found: object, wanted: object) -> None:
         if found != wanted:
             told.append(
                 f"{key}: the checkpoint has {found!r}, the configuration {wanted!r}; continuing with the latter"
             )
+
+    for key in GROUP_KEYS:
+        if key != "lr":
+            found = saved.get(key)
+            compare(key, tuple(found) if isinstance(found, list) else found, ours[key])
+            group[key] = ours[key]
+    base, wanted = saved.get("configured_lr"), ours["configured_lr"]
+    if base != wanted:
+        compare("lr", base, wanted)
+        # A scheduler's factor stays: it has moved the saved rate, and has not seen this optimizer yet.
+        group["lr"] = saved["lr"] * wanted / base if base else ours["lr"]
+    group["configured_lr"] = wanted
+    for key in SETTINGS:
+        compare(key, saved.get("settings", {}).get(key), ours["settings"][key])
+    group["settings"] = ours["settings"]
     return told
 
 

@@ -85,10 +85,13 @@ def pad_rows(block: Tensor, rows: int) -> Tensor:
     return block if missing == 0 else torch.cat([block, block.new_zeros((missing, block.shape[1]))])
 
 
-def gather_rows(group: RankGroup, shards: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
+def gather_rows(group: RankGroup, shards: Sequence[Tensor], rows: Sequence[int], guard: Guard) -> list[Tensor]:
     """Whole blocks ``(rows[i], r)`` from the evenly spread ``shards[i]``, ``(shard_rows, r)``, in one collective."""
-    gathered = group.all_gather(torch.cat([shard.reshape(-1) for shard in shards]))
-    parts = torch.split(gathered, [shard.numel() for shard in shards], dim=1)
+    sizes = [shard.numel() for shard in shards]
+    packed = guard.run(
+        lambda: torch.cat([shard.reshape(-1) for shard in shards]), lambda: shards[0].new_zeros(sum(sizes))
+    )
+    parts = torch.split(group.all_gather(packed), sizes, dim=1)
     return [part.reshape(-1, shard.shape[1])[:count] for part, shard, count in zip(parts, shards, rows, strict=True)]
 
 
@@ -119,7 +122,12 @@ class Side(ABC):
 
     @abstractmethod
     def load(
-        self, matrices: Sequence[Matrix], states: Sequence[State], group: RankGroup, dtype: torch.dtype
+        self,
+        matrices: Sequence[Matrix],
+        states: Sequence[State],
+        group: RankGroup,
+        guard: Guard,
+        dtype: torch.dtype,
     ) -> list[Tensor]:
         """The bases in ``dtype``, whole on the right, the touched rows on the left. Collective for sharded ones."""
 
@@ -128,11 +136,15 @@ class Side(ABC):
         """This rank's share of the low-rank gradient: local."""
 
     @abstractmethod
-    def combine(self, matrices: Sequence[Matrix], shares: Sequence[Tensor], group: RankGroup) -> list[Tensor]:
+    def combine(
+        self, matrices: Sequence[Matrix], shares: Sequence[Tensor], group: RankGroup, guard: Guard
+    ) -> list[Tensor]:
         """The low-rank gradients ``moment_shape`` from all ranks' shares. Collective."""
 
     @abstractmethod
-    def spread(self, matrices: Sequence[Matrix], directions: Sequence[Tensor], group: RankGroup) -> list[Tensor]:
+    def spread(
+        self, matrices: Sequence[Matrix], directions: Sequence[Tensor], group: RankGroup, guard: Guard
+    ) -> list[Tensor]:
         """The directions as :meth:`apply` needs them. Collective on the left."""
 
     @abstractmethod
@@ -175,13 +187,18 @@ class _Right(Side):
         return basis.to(matrix.projector_dtype, copy=True)
 
     def load(
-        self, matrices: Sequence[Matrix], states: Sequence[State], group: RankGroup, dtype: torch.dtype
+        self,
+        matrices: Sequence[Matrix],
+        states: Sequence[State],
+        group: RankGroup,
+        guard: Guard,
+        dtype: torch.dtype,
     ) -> list[Tensor]:
         stored: list[Tensor] = [state["projector"] for state in states]
         parts = [index for index, matrix in enumerate(matrices) if matrix.sharded]
         if parts:
             rows = [self.basis_rows(matrices[index]) for index in parts]
-            whole = gather_rows(group, [stored[index] for index in parts], rows)
+            whole = gather_rows(group, [stored[index] for index in parts], rows, guard)
             for index, block in zip(parts, whole, strict=True):
                 stored[index] = block
         return [block.to(dtype) for block in stored]
@@ -189,11 +206,15 @@ class _Right(Side):
     def share(self, matrix: Matrix, grad: Tensor, basis: Tensor) -> Tensor:
         return matrix.layout.local.project(grad, basis)
 
-    def combine(self, matrices: Sequence[Matrix], shares: Sequence[Tensor], group: RankGroup) -> list[Tensor]:
+    def combine(
+        self, matrices: Sequence[Matrix], shares: Sequence[Tensor], group: RankGroup, guard: Guard
+    ) -> list[Tensor]:
         _cut_rows(tuple(matrix.layout for matrix in matrices)).run(group, shares)
         return list(shares)
 
-    def spread(self, matrices: Sequence[Matrix], directions: Sequence[Tensor], group: RankGroup) -> list[Tensor]:
+    def spread(
+        self, matrices: Sequence[Matrix], directions: Sequence[Tensor], group: RankGroup, guard: Guard
+    ) -> list[Tensor]:
         return list(directions)
 
     def apply(
@@ -233,24 +254,36 @@ class _Left(Side):
         return basis[local.first_row : local.end_row].to(matrix.projector_dtype, copy=True)
 
     def load(
-        self, matrices: Sequence[Matrix], states: Sequence[State], group: RankGroup, dtype: torch.dtype
+        self,
+        matrices: Sequence[Matrix],
+        states: Sequence[State],
+        group: RankGroup,
+        guard: Guard,
+        dtype: torch.dtype,
     ) -> list[Tensor]:
         return [state["projector"].to(dtype) for state in states]
 
     def share(self, matrix: Matrix, grad: Tensor, basis: Tensor) -> Tensor:
         return matrix.layout.local.sketch(grad, basis)
 
-    def combine(self, matrices: Sequence[Matrix], shares: Sequence[Tensor], group: RankGroup) -> list[Tensor]:
+    def combine(
+        self, matrices: Sequence[Matrix], shares: Sequence[Tensor], group: RankGroup, guard: Guard
+    ) -> list[Tensor]:
         counts = [self.moment_shape(matrix)[0] for matrix in matrices]
-        packed = [
-            pad_rows(share, count * group.world_size).view(group.world_size, -1)
-            for share, count in zip(shares, counts, strict=True)
-        ]
-        parts = torch.split(group.reduce_scatter(torch.cat(packed, dim=1)), [block.shape[1] for block in packed])
+        sizes = [count * matrix.rank for count, matrix in zip(counts, matrices, strict=True)]
+
+        def pack() -> Tensor:
+            padded = [pad_rows(share, count * group.world_size) for share, count in zip(shares, counts, strict=True)]
+            return torch.cat([block.view(group.world_size, -1) for block in padded], dim=1)
+
+        packed = guard.run(pack, lambda: shares[0].new_zeros((group.world_size, sum(sizes))))
+        parts = torch.split(group.reduce_scatter(packed), sizes)
         return [part.view(count, -1) for part, count in zip(parts, counts, strict=True)]
 
-    def spread(self, matrices: Sequence[Matrix], directions: Sequence[Tensor], group: RankGroup) -> list[Tensor]:
-        return gather_rows(group, directions, [matrix.layout.shape[1] for matrix in matrices])
+    def spread(
+        self, matrices: Sequence[Matrix], directions: Sequence[Tensor], group: RankGroup, guard: Guard
+    ) -> list[Tensor]:
+        return gather_rows(group, directions, [matrix.layout.shape[1] for matrix in matrices], guard)
 
     def apply(
         self, matrix: Matrix, weight: Tensor, direction: Tensor, basis: Tensor, alpha: float, beta: float

@@ -22,6 +22,7 @@ from ds_galore.zero.layout import MatrixLayout, matrix_shape
 
 __all__ = [
     "GROUP_KEYS",
+    "SETTINGS",
     "Batch",
     "Decision",
     "Decisions",
@@ -35,7 +36,9 @@ __all__ = [
 #: Hyperparameters that a parameter group may set for itself.
 GROUP_KEYS = ("lr", "betas", "eps", "weight_decay", "correct_bias", "rank", "update_proj_gap", "scale", "proj_type")
 #: Keys that others put into parameter groups, left as they are.
-FOREIGN_KEYS = frozenset({"params", "param_names", "name", "initial_lr", "configured_lr", "moe"})
+FOREIGN_KEYS = frozenset({"params", "param_names", "name", "initial_lr", "configured_lr", "settings", "moe"})
+#: Hyperparameters of the whole optimizer that decide how it goes on from a state.
+SETTINGS = ("refresh", "power_iterations", "stagger_refresh", "reproject_moments", "projector_dtype", "seed")
 #: Elements of the bases that are whole in memory at the same time: bounds what sharded projectors need while a
 #: sub-group steps (256 MiB in float32), and thereby how many collectives it takes.
 BATCH_ELEMENTS = 2**26
@@ -300,7 +303,7 @@ def decide(
                 raise ConfigError(
                     f"param_groups[{number}].rank is {rank}, but {name} has shape {shape} and is no matrix"
                 )
-            if own or parameter in targets:
+            if parameter.requires_grad and (own or parameter in targets):
                 rows, columns = matrix_shape(shape)
                 if rank >= min(rows, columns):
                     too_small.append(f"{name} ({rows} x {columns})")
@@ -326,13 +329,13 @@ def _targets(
     for number, (group, own) in enumerate(zip(groups, own_rank, strict=True)):
         if own or group["rank"] is None:
             continue
-        unnamed = [each for each in group["params"] if each not in described and len(full_shape(each)) >= 2]
+        unnamed = [p for p in group["params"] if p not in described and p.requires_grad and len(full_shape(p)) >= 2]
         if unnamed:
             raise ConfigError(
                 f"rank is {group['rank']}, but which matrices of param_groups[{number}] it is for cannot be told: pass"
                 " model=... or (name, parameter) pairs, or set 'rank' in the groups to be projected"
             )
-        candidates.update((each, described[each]) for each in group["params"] if each in described)
+        candidates.update((p, described[p]) for p in group["params"] if p in described and p.requires_grad)
     return select_targets(candidates, parameters.target_modules) if candidates else (set(), [])
 
 

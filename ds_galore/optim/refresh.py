@@ -144,7 +144,7 @@ def _projections(jobs: Sequence[RefreshJob], blocks: Sequence[Tensor], group: Ra
             for job, block in zip(jobs, blocks, strict=True)
         ],
     )
-    return RIGHT.combine([job.matrix for job in jobs], shares, group)
+    return RIGHT.combine([job.matrix for job in jobs], shares, group, guard)
 
 
 def _sketches(jobs: Sequence[RefreshJob], rows: Sequence[Tensor], group: RankGroup, guard: Guard) -> list[Tensor]:
@@ -156,8 +156,11 @@ def _sketches(jobs: Sequence[RefreshJob], rows: Sequence[Tensor], group: RankGro
     )
     if group.world_size == 1:
         return shares
-    summed = group.all_reduce(torch.cat([share.reshape(-1) for share in shares]))
-    parts = torch.split(summed, [rows * columns for rows, columns in shapes])
+    sizes = [rows * columns for rows, columns in shapes]
+    packed = guard.run(
+        lambda: torch.cat([share.reshape(-1) for share in shares]), lambda: shares[0].new_zeros(sum(sizes))
+    )
+    parts = torch.split(group.all_reduce(packed), sizes)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
@@ -195,7 +198,8 @@ def _left_bases(
         counted = layout.counted_rows()
         if counted:
             begin, end = counted[0], counted[-1] + 1
-            whole[layout.local.first_row + begin : layout.local.first_row + end] = block[begin:end]
+            with guard:
+                whole[layout.local.first_row + begin : layout.local.first_row + end] = block[begin:end]
         wholes.append(group.reduce(whole, _owner(job.matrix)))
     return _leading(jobs, wholes, group, guard)
 

@@ -137,7 +137,7 @@ class FlatStep:
                     if not state:
                         self._create(state, side, matrix)
             self._vote(self._flags(0))
-        bases = side.load(batch.matrices, states, group, self._compute)
+        bases = side.load(batch.matrices, states, group, guard, self._compute)
         gap = self._group["update_proj_gap"]
         due = [
             not state["has_basis"] or (state["step"] > 0 and (state["step"] - matrix.phase) % gap == 0)
@@ -175,12 +175,12 @@ class FlatStep:
         def no_shares() -> list[Tensor]:
             return [self._zeros(side.share_shape(matrix)) for matrix in matrices]
 
-        low_rank = side.combine(matrices, guard.run(missing_shares, no_shares), group)
+        low_rank = side.combine(matrices, guard.run(missing_shares, no_shares), group, guard)
 
         def directions() -> list[Tensor]:
             return [self._direction(grad, states[number]) for number, grad in zip(active, low_rank, strict=True)]
 
-        spread = side.spread(matrices, guard.run(directions, lambda: low_rank), group)
+        spread = side.spread(matrices, guard.run(directions, lambda: low_rank), group, guard)
         with guard:
             for number, matrix, direction in zip(active, matrices, spread, strict=True):
                 alpha, beta = self._factors(states[number]["step"], scale=self._group["scale"])
@@ -238,16 +238,16 @@ class FlatStep:
         for number, basis in zip(numbers, found, strict=True):
             if basis is None:
                 continue
-            matrix, state = batch.matrices[number], states[number]
-            # What is stored is what is used: rounded, and on the left the touched rows only.
-            renewed = _as_stored(side, matrix, basis).to(self._compute)
+            matrix, state, before = batch.matrices[number], states[number], bases[number]
+            with guard:
+                # What is stored is what is used: rounded, and on the left the touched rows only.
+                bases[number] = _as_stored(side, matrix, basis).to(self._compute)
+                state["projector"] = side.store(matrix, basis, group)
             if state["has_basis"]:
                 carried.append(number)
-                old.append(bases[number])
-                new.append(renewed)
-            state["projector"] = side.store(matrix, basis, group)
+                old.append(before)
+                new.append(bases[number])
             state["has_basis"] = 1
-            bases[number] = renewed
             shares.pop(number, None)
         if not carried or not self._parameters.reproject_moments:
             return

@@ -65,6 +65,7 @@ def plan_memory(
     world_size: int,
     rank: int = 0,
     weight_bytes: int = 4,
+    master_bytes: int | None = None,
     gradient_bytes: int | None = None,
     projector_bytes: int = 4,
     sharded: bool = False,
@@ -79,7 +80,11 @@ def plan_memory(
     world_size, rank
         Of how many ranks, and which.
     weight_bytes
-        4 for fp32 training, 2 for bf16 or fp16, which also need an fp32 master copy.
+        4 for fp32 training, 2 for bf16 or fp16.
+    master_bytes
+        Bytes of an element of a separate master copy; where not given, 4, or 0 for fp32 without partitioning. (Under
+        ZeRO-3 DeepSpeed 0.19.8 means to share fp32 weights with their masters, but compares a device with its name,
+        and never does.)
     gradient_bytes
         Bytes of an element of the gradient partition; ``weight_bytes`` where not given.
     projector_bytes
@@ -111,9 +116,11 @@ def plan_memory(
         else:
             moments += column_share * each.rank
             projectors += touched * each.rank
+    if master_bytes is None:
+        master_bytes = 4 if partitioned or weight_bytes < 4 else 0
     return MemoryPlan(
         weights=elements * weight_bytes,
-        master_weights=elements * 4 if weight_bytes < 4 else 0,
+        master_weights=elements * master_bytes,
         gradients=elements * (weight_bytes if gradient_bytes is None else gradient_bytes),
         moments=2 * 4 * moments,
         projectors=projectors * projector_bytes,

@@ -48,7 +48,8 @@ class RankGroup:
             if self.world_size > 1 and dist.get_backend(process_group) != "gloo":
                 accelerator = torch.accelerator.current_accelerator()
                 if accelerator is not None:
-                    self._transport = torch.device(accelerator.type, torch.accelerator.current_device_index())
+                    current = torch.get_device_module(accelerator).current_device()
+                    self._transport = torch.device(accelerator.type, current)
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> Tensor:
         """The sum (or maximum) of ``tensor`` over the group; may overwrite ``tensor``."""

@@ -145,6 +145,18 @@ WRONG = [
         "zero_optimization.offload_optimizer.device is 'nvme': GaLoreAdamW does not support NVMe; use cpu or none",
     ),
     (zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), "zero_optimization.offload_optimizer.ratio is 0.5"),
+    (zero(sub_group_sise=5), "zero_optimization.sub_group_sise: unknown key; did you mean 'sub_group_size'?"),
+    ({"optimizer": {"typ": "GaLoreAdamW"}}, "optimizer.typ: unknown key; did you mean 'type'?"),
+    ({"optimizer": {"params": {}}}, "optimizer.type is None: it must be a name"),
+    ({"optimizer": {}}, "optimizer is missing from"),
+    ({"optim": {}, "optimizer": {}}, "optimizer is missing from"),
+    ({"optimiser": {}}, "optimiser: DeepSpeed does not know this key and would ignore it; did you mean 'optimizer'?"),
+    ({"scheduler": {"type": "WarmupCosin"}}, "scheduler.type is 'WarmupCosin': no such scheduler; did you mean 'Warm"),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}},
+        "scheduler.params.warmup_steps: WarmupLR has no such parameter; did you mean 'warmup_num_steps'?",
+    ),
+    ({"train_batch_size": 7}, "{path}: DeepSpeed refuses it: Check batch related parameters"),
     (zero(stage=2), "zero_optimization.stage is 2: GaLoreAdamW supports stage 3"),
     (zero(zero_hpz_partition_size=2), "zero_optimization.zero_hpz_partition_size is 2"),
     ({"zero_allow_untested_optimizer": False}, "zero_allow_untested_optimizer is False: DeepSpeed wants true here"),
@@ -165,7 +177,7 @@ def test_a_wrong_configuration_is_refused_on_all_ranks(pool, tmp_path, changes, 
     arguments = ["--config", str(config), "--model", str(small_model(tmp_path / "model.json"))]
     outcomes = pool.run(2, attempt, [*arguments, "--data", str(tmp_path / "text.txt"), "--seq-len", "32"], timeout=60)
     assert [status for status, _ in outcomes] == [2, 2]
-    assert f"train.py: error: {message}" in outcomes[0][1]
+    assert f"train.py: error: {message.replace('{path}', str(config))}" in outcomes[0][1]
     assert "train.py: error" not in outcomes[1][1], "said twice"
     assert not any("Traceback" in text for _, text in outcomes)
 
@@ -200,6 +212,7 @@ def test_a_broken_or_missing_configuration_file_is_refused(pool, tmp_path, text,
         (["--tokenizer", "nowhere"], 3, "--tokenizer nowhere: no such directory"),
         (["--tokenizer", "empty"], 3, "--tokenizer empty: cannot be loaded"),
         (["--resume", "step-7"], 3, "--resume step-7: no such checkpoint"),
+        (["--output", "short.txt"], 3, "--output short.txt: cannot be written to: File exists"),
         (["--resume"], 3, "holds no checkpoint (no file 'latest')"),
     ],
 )
@@ -211,8 +224,9 @@ def test_missing_data_models_tokenizers_and_checkpoints_are_named(pool, tmp_path
     for name in ("nowhere", "empty", "short.txt", "binary"):
         arguments = [str(tmp_path / name) if each == name else each for each in arguments]
         message = message.replace(f" {name}:", f" {tmp_path / name}:")
-    common = ["--config", str(small_config(tmp_path / "config.json")), "--output", str(tmp_path / "out")]
-    common += ["--seq-len", "32"]
+    common = ["--config", str(small_config(tmp_path / "config.json")), "--seq-len", "32"]
+    if "--output" not in arguments:
+        common += ["--output", str(tmp_path / "out")]
     if "--data" not in arguments:
         common += ["--data", str(tmp_path / "text.txt")]
     if "--model" not in arguments:
@@ -221,6 +235,30 @@ def test_missing_data_models_tokenizers_and_checkpoints_are_named(pool, tmp_path
     assert [found for found, _ in outcomes] == [status, status]
     assert message in outcomes[0][1]
     assert "Traceback" not in outcomes[0][1]
+
+
+def test_a_model_whose_weights_are_broken_is_refused(pool, tmp_path):
+    from tests import jobs
+
+    jobs.tiny_llama().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"nonsense")
+    (tmp_path / "text.txt").write_text("".join(map(chr, range(32, 64))) * 200)
+    words = ["--config", str(small_config(tmp_path / "config.json")), "--model", str(tmp_path / "model")]
+    words += ["--data", str(tmp_path / "text.txt"), "--seq-len", "32", "--tokenizer", str(save_tokenizer(tmp_path))]
+    for status, told in pool.run(2, attempt, [*words, "--output", str(tmp_path / "out")], timeout=60):
+        assert status == 3
+        assert f"--model {tmp_path / 'model'}: cannot be built: " in told
+
+
+def save_tokenizer(directory: Path) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: index for index, word in enumerate(["[UNK]", "some", "text", "and", "more"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(directory / "tokenizer")
+    return directory / "tokenizer"
 
 
 def test_a_file_that_only_one_rank_misses_ends_both(pool, tmp_path):
@@ -234,21 +272,14 @@ def test_a_file_that_only_one_rank_misses_ends_both(pool, tmp_path):
 
 
 def test_a_hugging_face_directory_is_fine_tuned_and_a_tokenizer_used(pool, tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     from tests import jobs
 
-    words = {word: index for index, word in enumerate(["[UNK]", "some", "text", "and", "more"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(tmp_path / "model")
     jobs.tiny_llama().save_pretrained(tmp_path / "model")
     (tmp_path / "texts").mkdir()
     for number in range(25):
         (tmp_path / "texts" / f"{number}.txt").write_text("some text and more " * 40)
     arguments = ["--config", str(small_config(tmp_path / "config.json")), "--model", str(tmp_path / "model")]
-    arguments += ["--tokenizer", str(tmp_path / "model"), "--data", str(tmp_path / "texts"), "--seq-len", "32"]
+    arguments += ["--tokenizer", str(save_tokenizer(tmp_path)), "--data", str(tmp_path / "texts"), "--seq-len", "32"]
     arguments += ["--steps", "12", "--output", str(tmp_path / "out")]
     outcomes = pool.run(2, attempt, arguments)
     assert [status for status, _ in outcomes] == [0, 0], outcomes[0][1]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -250,22 +252,26 @@ def memory(settings: dict[str, Any], extra: dict[str, Any]) -> dict[str, int]:
     engine = jobs.start(jobs.tiny_llama(hidden=64), jobs.config(jobs.galore(**settings), micro=1, **extra))
     jobs.train(engine, jobs.batches(2, world_size))
     zero, optimizer = engine.optimizer, engine.basic_optimizer
-    half = bool(extra)
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "launch"))
+    from train import element_sizes
 
     def size(tensors: Any) -> int:
         return sum(each.numel() * each.element_size() for each in tensors)
 
+    pairs = zip(zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True)
+    shared = all(weights.data_ptr() == masters.data_ptr() for weights, masters in pairs)
+    offloaded = [flat.grad for flat in zero.fp32_partitioned_groups_flat if flat.grad is not None]
     found = {
         "weights": size(zero.fp16_partitioned_groups_flat),
-        "master_weights": size(zero.fp32_partitioned_groups_flat) if half else 0,
-        "gradients": size([zero.grad_partitions_flat_buffer]),
+        "master_weights": 0 if shared else size(zero.fp32_partitioned_groups_flat),
+        "gradients": size([zero.grad_partitions_flat_buffer, *offloaded]),
         **optimizer.state_bytes(),
     }
     plan = plan_memory(
         optimizer.parameter_plans(),
         world_size=world_size,
         rank=dist.get_rank(),
-        weight_bytes=2 if half else 4,
+        **element_sizes(engine),
         projector_bytes=optimizer.projector_bytes,
         sharded=optimizer.shards_projectors(world_size),
     )
@@ -275,7 +281,23 @@ def memory(settings: dict[str, Any], extra: dict[str, Any]) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("extra", [{}, {"bf16": {"enabled": True}}])
+BF16 = {"enabled": True}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"bf16": BF16},
+        {"bf16": BF16, "data_types": {"grad_accum_dtype": "fp32"}},
+        {"bf16": {**BF16, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+        {"bf16": BF16, "zero": {"offload_optimizer": {"device": "cpu"}}},
+    ],
+)
+def test_the_memory_table_agrees_in_16_bits_too(pool, extra):
+    pool.run(2, memory, {"rank": 16}, extra)
+
+
+@pytest.mark.parametrize("extra", [{}])
 @pytest.mark.parametrize(
     "settings", [{}, {"proj_type": "left"}, {"projector_storage": "replicated", "projector_dtype": "bf16"}]
 )

@@ -109,8 +109,8 @@ def test_a_rank_that_is_not_below_the_smaller_side_means_plain_adamw_said_once_w
 def test_plain_parameters_follow_torchs_adamw():
     ours, theirs = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5))
     matrix = nn.Parameter(torch.randn(6, 6))
-    optimizer = GaLoreAdamW([{"params": [ours]}, {"params": [matrix], "rank": 2}], lr=0.1, eps=0.0)
-    reference = torch.optim.AdamW([theirs], lr=0.1, eps=0.0, weight_decay=0.0)
+    optimizer = GaLoreAdamW([{"params": [ours]}, {"params": [matrix], "rank": 2}], lr=0.1, eps=1e-30)
+    reference = torch.optim.AdamW([theirs], lr=0.1, eps=1e-30, weight_decay=0.0)
     for step in range(5):
         grad = torch.randn(5, generator=torch.Generator().manual_seed(step))
         ours.grad, theirs.grad, matrix.grad = grad.clone(), grad.clone(), torch.randn(6, 6)
@@ -130,6 +130,14 @@ def test_sides_of_the_four_projection_types():
         group = {"params": parameters, "rank": 2, "update_proj_gap": 4, "scale": 1.0, "proj_type": proj_type}
         sides = {name: side for name, (side, _) in named(GaLoreAdamW([group])).items()}
         assert sides == {"tall": tall, "wide": wide}, proj_type
+
+
+def test_frozen_parameters_are_neither_projected_nor_counted():
+    network = model()
+    network[1].requires_grad_(False)
+    assert set(named(galore(network))) == {"0.weight", "2.weight", "2.bias", "3.weight", "3.bias"}
+    with pytest.raises(ConfigError, match="no match for"):
+        galore(network, target_modules=["1"])
 
 
 def test_convolutions_are_seen_as_matrices_of_their_first_dimension():
@@ -363,8 +371,15 @@ def test_changed_hyperparameters_are_applied_openly(caplog):
     faster = galore(model(), lr=0.02)
     with caplog.at_level(logging.WARNING):
         faster.load_state_dict(saved)
-    assert faster.param_groups[0]["lr"] == 0.02
+    assert faster.param_groups[0]["lr"] == pytest.approx(0.006)  # the scheduler's factor of 0.3 stays
     assert "lr: the checkpoint has 0.01, the configuration 0.02" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        galore(model(), refresh="svd", seed=3).load_state_dict(saved)
+    assert "refresh: the checkpoint has 'subspace', the configuration 'svd'; continuing with the latter" in caplog.text
+    assert "seed: the checkpoint has 0, the configuration 3" in caplog.text
+    with pytest.raises(CheckpointMismatchError, match="projector_dtype: the checkpoint has 'fp32'"):
+        galore(model(), projector_dtype="bf16").load_state_dict(saved)
 
 
 def test_bf16_parameters_are_trained_with_float32_moments():
