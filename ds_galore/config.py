@@ -150,12 +150,7 @@ class GaLoreParameters(BaseModel):
         Literal["subspace", "svd"],
         Field(description="How a basis is found: block power iteration from the old one, or a full SVD."),
     ] = "subspace"
-    power_iterations: Annotated[
-        int,
-        Field(
-            ge=1, le=16, description="Passes of a subspace refresh that starts from a basis; the first has one more."
-        ),
-    ] = 1
+    power_iterations: Annotated[int, Field(ge=1, le=16, description="Passes of a subspace refresh.")] = 1
     stagger_refresh: Annotated[bool, Field(description="Refresh different matrices on different steps of the gap.")] = (
         True
     )

@@ -80,8 +80,8 @@ class GaLoreAdamW(Optimizer):
     proj_type
         ``"right"``, ``"left"``, ``"std"`` (right where rows >= columns, else left) or ``"reverse_std"``.
     refresh
-        ``"subspace"``: ``power_iterations`` passes of block power iteration from the basis in use, one more from a
-        random start. ``"svd"``: the SVD of the gradient, gathered on one rank.
+        ``"subspace"``: ``power_iterations`` passes of block power iteration from the basis in use, at first from a
+        random block. ``"svd"``: the SVD of the gradient, gathered on one rank.
     stagger_refresh
         Matrix ``i`` of ``K`` refreshes on step ``i gap // K`` of the gap, instead of all on the first.
     reproject_moments

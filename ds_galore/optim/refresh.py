@@ -61,7 +61,7 @@ def refresh_bases(
     method
         ``"subspace"`` or ``"svd"``.
     passes
-        Number of power-iteration passes from a basis in use; a random start has one more.
+        Number of power-iteration passes.
     seed
         Of the random starts.
 
@@ -79,9 +79,9 @@ def refresh_bases(
     warm = [job for job in jobs if job.basis is not None]
     cold = [job for job in jobs if job.basis is None]
     found: dict[int, Tensor | None] = {}
-    for batch, count in ((warm, passes), (cold, passes + 1)):
+    for batch in (warm, cold):
         if batch:
-            bases = _by_iteration(side, batch, group, guard, passes=count, seed=seed)
+            bases = _by_iteration(side, batch, group, guard, passes=passes, seed=seed)
             found.update((id(job), basis) for job, basis in zip(batch, bases, strict=True))
     return [found[id(job)] for job in jobs]
 

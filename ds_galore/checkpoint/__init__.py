@@ -1,0 +1,1 @@
+"""Checkpoints: what they hold and how it is encoded."""

@@ -1,0 +1,27 @@
+"""The bytes as they are: what every reader can read, and what nothing else may exceed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ds_galore.checkpoint.codecs.base import Bits, CodecError, Encoded, Reference
+
+__all__ = ["StoreCodec"]
+
+
+class StoreCodec:
+    """The bytes as they are."""
+
+    id = "store"
+
+    def encode(self, bits: Bits, reference: Reference, *, floating: bool, level: int) -> Encoded | None:
+        """Always applies."""
+        return Encoded(self.id, {}, {"data": bits.astype(bits.dtype.newbyteorder("<"), copy=False).view(np.uint8)})
+
+    def decode(self, encoded: Encoded, numel: int, itemsize: int, reference: Reference, *, floating: bool) -> Bits:
+        """As in :class:`~ds_galore.checkpoint.codecs.base.Codec`."""
+        data = encoded.parts.get("data")
+        if data is None or data.nbytes != numel * itemsize:
+            found = "none" if data is None else str(data.nbytes)
+            raise CodecError(f"stored bytes: found {found}, expected {numel * itemsize}")
+        return np.frombuffer(data.tobytes(), dtype=f"<u{itemsize}").astype(f"=u{itemsize}", copy=False)

@@ -1,0 +1,225 @@
+"""One suite for every codec: exact for any bits, safe for any damage; and what each is for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from ds_galore.checkpoint.codecs import CODECS, CodecError, Encoded, Reference, decode, encode
+from ds_galore.checkpoint.codecs.lowrank import _predict
+from ds_galore.checkpoint.codecs.planes import difference, ordered, restored, unordered
+
+SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 1.1754942e-38, 1.1754944e-38, 3.4028235e38, -3e38, 1.0]
+
+
+def patterns(dtype: str, size: int | None = None) -> st.SearchStrategy[np.ndarray]:
+    shape = st.integers(0, 70) if size is None else size
+    elements = st.integers(0, 2 ** (8 * int(dtype[1])) - 1)
+    if dtype == "u4":
+        special = [int(np.float32(value).view(np.uint32)) for value in SPECIAL] + [0x7FC00001, 0xFFC12345]
+        elements = elements | st.sampled_from(special)
+    return hnp.arrays(np.dtype(dtype), shape, elements=elements)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[np.ndarray, Reference, bool]:
+    """Any bits, with any base, and for float32 perhaps factors of any kind."""
+    dtype = draw(st.sampled_from(["u1", "u2", "u4", "u8"]))
+    bits = draw(patterns(dtype))
+    floating = draw(st.booleans()) and dtype != "u1"
+    base = draw(st.one_of(st.none(), st.just(bits.copy()), patterns(dtype, bits.size)))
+    if base is None or dtype != "u4" or not draw(st.booleans()):
+        return bits, Reference(base=base), floating
+    columns, rank = draw(st.integers(1, 9)), draw(st.integers(1, 4))
+    entry = st.floats(-1.5, 1.5, width=32) | st.just(np.nan)
+    names = draw(st.sampled_from([["projector"], ["base/projector", "projector"]]))
+    factors = {name: draw(hnp.arrays(np.float32, (columns, rank), elements=entry)) for name in names}
+    return bits, Reference(base, factors, columns, draw(st.integers(0, 20))), floating
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:overflow:RuntimeWarning")
+@pytest.mark.parametrize("name", sorted(CODECS))
+@given(case=cases())
+@settings(max_examples=150, deadline=None)
+def test_a_codec_gives_back_the_very_bits_or_says_that_it_does_not_apply(name, case):
+    bits, reference, floating = case
+    encoded = CODECS[name].encode(bits, reference, floating=floating, level=1)
+    if encoded is not None:
+        assert encoded.codec == name
+        assert all(part.dtype == np.uint8 for part in encoded.parts.values())
+        assert np.array_equal(decode(encoded, bits.size, bits.dtype.itemsize, reference, floating=floating), bits)
+
+
+@given(case=cases())
+@settings(max_examples=150, deadline=None)
+def test_the_smallest_encoding_is_taken_and_is_exact(case):
+    bits, reference, floating = case
+    encoded = encode(bits, reference, floating=floating)
+    assert np.array_equal(decode(encoded, bits.size, bits.dtype.itemsize, reference, floating=floating), bits)
+    assert encoded.nbytes <= bits.nbytes
+
+
+@pytest.mark.parametrize("name", sorted(CODECS))
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_damage_is_told_or_harmless_and_never_more_than_was_asked_for(name, data):
+    weights, reference = trained_weights(rows=6, columns=8, rank=2, steps=3)
+    if name == "same":
+        reference = dataclasses.replace(reference, base=weights.copy())
+    encoded = CODECS[name].encode(weights, reference, floating=True, level=1)
+    parts = {key: part.copy() for key, part in encoded.parts.items()}
+    if parts:
+        key = data.draw(st.sampled_from(sorted(parts)))
+        kind = data.draw(st.sampled_from(["flip", "cut", "drop", "grow"]))
+        if kind == "flip" and parts[key].size:
+            parts[key][data.draw(st.integers(0, parts[key].size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        elif kind == "cut":
+            parts[key] = parts[key][: data.draw(st.integers(0, max(0, parts[key].size - 1)))]
+        elif kind == "drop":
+            del parts[key]
+        else:
+            parts[key] = np.concatenate([parts[key], np.zeros(3, np.uint8)])
+    params = dict(encoded.params)
+    for key in list(params):
+        if data.draw(st.booleans()):
+            params[key] = data.draw(st.one_of(st.none(), st.integers(), st.lists(st.text(max_size=3), max_size=2)))
+    try:
+        found = decode(Encoded(name, params, parts), weights.size, 4, reference, floating=True)
+    except CodecError:
+        return
+    assert found.shape == weights.shape  # the digests of the store tell what a raw part cannot
+
+
+def test_an_unknown_codec_is_refused_by_name():
+    with pytest.raises(CodecError, match="codec 'lz5' is not known to this version, which knows lowrank, planes"):
+        decode(Encoded("lz5", {}, {}), 4, 4, Reference(), floating=True)
+
+
+def test_a_frame_that_claims_more_than_belongs_there_is_refused_before_it_is_decompressed():
+    bits = np.zeros(10**6, np.uint32) + 7
+    encoded = CODECS["planes"].encode(bits, Reference(), floating=False, level=1)
+    assert sum(part.nbytes for part in encoded.parts.values()) < 1000
+    with pytest.raises(CodecError, match="claims 1000000 bytes where 10 belong"):
+        decode(encoded, 10, 4, Reference(), floating=False)
+
+
+@given(patterns("u4", 30), patterns("u4", 30))
+def test_the_integer_maps_are_bijections(values, base):
+    assert np.array_equal(unordered(ordered(values, floating=True), floating=True), values)
+    assert np.array_equal(restored(difference(values, base), base), values)
+
+
+def test_neighbouring_floats_are_neighbouring_integers_also_across_zero():
+    floats = np.array([-2.0, -1.0, -1e-45, -0.0, 0.0, 1e-45, 1.0, 2.0], np.float32)
+    signed = ordered(floats.view(np.uint32), floating=True).view(np.int32)
+    assert (np.diff(signed.astype(np.int64)) > 0).all()
+    assert signed[5] - signed[2] == 3
+
+
+# ---------------------------------------------------------------------- low-rank prediction
+
+
+def trained_weights(
+    *, rows: int, columns: int, rank: int, steps: int, decay: float = 0.0, refresh: bool = False, seed: int = 0
+) -> tuple[np.ndarray, Reference]:
+    """A float32 matrix after ``steps`` low-rank updates, and what it may be predicted from."""
+    generator = np.random.default_rng(seed)
+    weight = (generator.standard_normal((rows, columns)) * 0.05).astype(np.float32)
+    base = weight.copy()
+    bases = [np.linalg.qr(generator.standard_normal((columns, rank)))[0].astype(np.float32) for _ in range(2)]
+    for step in range(steps):
+        basis = bases[int(refresh and step >= steps // 2)]
+        update = generator.standard_normal((rows, rank)).astype(np.float32) * np.float32(1e-3)
+        weight = (weight * np.float32(1 - decay) - update @ basis.T).astype(np.float32)
+    factors = {"base/projector": bases[0], "projector": bases[1]} if refresh else {"projector": bases[0]}
+    return weight.reshape(-1).view(np.uint32), Reference(base.reshape(-1).view(np.uint32), factors, columns, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "least"),
+    [({}, 2.2), ({"decay": 1e-3}, 2.2), ({"refresh": True}, 1.4)],
+    ids=["plain", "decay", "refresh"],
+)
+def test_low_rank_changes_are_predicted_far_smaller_than_any_other_codec_writes_them(settings, least):
+    weights, reference = trained_weights(rows=256, columns=256, rank=32, steps=20, **settings)
+    chosen = encode(weights, reference, floating=True)
+    other = CODECS["planes"].encode(weights, reference, floating=True, level=1)
+    assert chosen.codec == "lowrank"
+    assert weights.nbytes / chosen.nbytes > least
+    assert chosen.nbytes < 0.75 * other.nbytes
+
+
+def test_a_range_that_cuts_rows_is_predicted_as_well():
+    whole, reference = trained_weights(rows=200, columns=128, rank=8, steps=10)
+    for start, stop in [(0, 25600), (37, 25000), (128, 256), (130, 140), (5000, 5001)]:
+        part = dataclasses.replace(reference, base=reference.base[start:stop], start=start)
+        encoded = CODECS["lowrank"].encode(whole[start:stop], part, floating=True, level=1)
+        assert np.array_equal(decode(encoded, stop - start, 4, part, floating=True), whole[start:stop])
+        if stop - start > 10_000:
+            assert encoded.nbytes < 0.6 * 4 * (stop - start)
+
+
+def test_special_values_spoil_neither_exactness_nor_their_neighbours():
+    weights, reference = trained_weights(rows=128, columns=128, rank=8, steps=10)
+    clean = encode(weights, reference, floating=True).nbytes
+    spoiled = weights.copy()
+    spoiled[5 :: 128 * 16][: len(SPECIAL)] = np.array(SPECIAL[: len(spoiled[5 :: 128 * 16])], np.float32).view(
+        np.uint32
+    )
+    encoded = encode(spoiled, reference, floating=True)
+    assert encoded.codec == "lowrank"
+    assert np.array_equal(decode(encoded, spoiled.size, 4, reference, floating=True), spoiled)
+    assert encoded.nbytes < clean + 8 * 128 * 4  # a value of 3e38 spoils the prediction of its row, and of no other
+
+
+def test_the_prediction_does_not_depend_on_the_order_of_summation():
+    _, reference = trained_weights(rows=64, columns=96, rank=24, steps=10)
+    generator = np.random.default_rng(1)
+    integers = np.rint(np.ldexp(reference.factors["projector"].astype(np.float64), 22))
+    coefficients = generator.integers(-(2**19), 2**19, (64, 24)).astype(np.float64)
+    exponents = generator.integers(-30, -20, 64)
+    expected = _predict(coefficients, exponents, integers, 2**29, reference)
+    exact = coefficients.astype(object) @ integers.astype(object).T  # Python integers
+    assert np.array_equal((coefficients @ integers.T).astype(np.int64), exact.astype(np.int64))
+    for _ in range(5):
+        order = generator.permutation(24)
+        found = _predict(coefficients[:, order], exponents, integers[:, order], 2**29, reference)
+        assert np.array_equal(found, expected)
+
+
+def test_flushing_denormals_changes_no_bit():
+    weights, reference = trained_weights(rows=32, columns=64, rank=4, steps=3)
+    small = (weights.view(np.float32) * np.float32(1e-37)).view(np.uint32)
+    tiny = dataclasses.replace(reference, base=(reference.base.view(np.float32) * np.float32(1e-37)).view(np.uint32))
+    assert (np.abs(small.view(np.float32)) < 1.2e-38).mean() > 0.5
+    encoded = CODECS["lowrank"].encode(small, tiny, floating=True, level=1)
+    assert torch.set_flush_denormal(True)
+    try:
+        found = decode(encoded, small.size, 4, tiny, floating=True)
+        again = CODECS["lowrank"].encode(small, tiny, floating=True, level=1)
+    finally:
+        torch.set_flush_denormal(False)
+    assert np.array_equal(found, small)
+    assert np.array_equal(decode(again, small.size, 4, tiny, floating=True), small)
+
+
+def test_coefficients_beyond_the_exact_range_are_refused_by_the_decoder():
+    weights, reference = trained_weights(rows=8, columns=8, rank=2, steps=2)
+    encoded = CODECS["lowrank"].encode(weights, reference, floating=True, level=1)
+    huge: dict[str, Any] = {key: part for key, part in encoded.parts.items() if not key.startswith("c")}
+    huge["c3r"] = np.full(8 * 2, 0x7F, np.uint8)
+    widened = dataclasses.replace(reference, factors={"projector": reference.factors["projector"] * 0 + 4.0})
+    with pytest.raises(CodecError, match="exceeds the range in which its prediction is exact"):
+        decode(Encoded("lowrank", encoded.params, huge), weights.size, 4, widened, floating=True)
+
+
+def test_unchanged_tensors_cost_nothing():
+    weights, reference = trained_weights(rows=8, columns=8, rank=2, steps=0)
+    assert encode(weights, reference, floating=True).nbytes == 0
