@@ -8,7 +8,7 @@ STEPS ?= 250
 RANKS ?= 2
 CONFIG ?= configs/zero3_galore.json
 
-.PHONY: train test lint typecheck unit bench clean
+.PHONY: train test lint typecheck unit crashtest bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +34,9 @@ typecheck: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)
+
+crashtest: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/checkpoint -m crashtest -q
 
 test: lint typecheck unit
 

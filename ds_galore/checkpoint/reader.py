@@ -1,0 +1,233 @@
+"""Reading a checkpoint: logical tensors, whatever number of ranks wrote them.
+
+Imports NumPy and its neighbours; neither torch nor DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_galore.checkpoint.codecs import Reference, decode
+from ds_galore.checkpoint.codecs.base import Bits, CodecError
+from ds_galore.checkpoint.errors import DamageError
+from ds_galore.checkpoint.files import DTYPES, DataFile, Entry, digest_of, file_digest
+from ds_galore.checkpoint.manifest import Manifest
+
+__all__ = ["CheckpointReader", "LogicalTensor"]
+
+
+@dataclass(frozen=True)
+class LogicalTensor:
+    """A tensor of a checkpoint.
+
+    Parameters
+    ----------
+    name, dtype, shape
+        As in docs/format.md.
+    shards
+        By (rank, start), where its ranges are: ``(start, stop, rank, index)``, ascending, covering it.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shards: tuple[tuple[int, int, int, int], ...]
+
+
+class CheckpointReader:
+    """A committed checkpoint.
+
+    Parameters
+    ----------
+    directory
+        Of the checkpoint.
+
+    Raises
+    ------
+    NotCommittedError, FormatError, DamageError
+        If it is not there, not readable by this program, or not what was written; sizes of files are checked here,
+        digests of decoded data when they are read, and digests of whole files by :meth:`verify`.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.manifest = Manifest.read(directory)
+        for record in self._records():
+            try:
+                found = (directory / record.name).stat().st_size
+            except OSError as error:
+                raise DamageError(f"{directory / record.name}: cannot be read: {error.strerror}") from None
+            if found != record.bytes:
+                raise DamageError(f"{directory / record.name}: has {found} bytes, and had {record.bytes} when written")
+        self._files: dict[str, DataFile] = {}
+        self._by_depth: dict[int, dict[str, LogicalTensor]] = {}
+        self._places: dict[str, dict[tuple[str, int, int], int]] = {}
+
+    def _records(self) -> list[Any]:
+        return [record for rank in self.manifest.files for record in rank]
+
+    def _file(self, rank: int, depth: int) -> DataFile:
+        """A rank's file; ``depth`` counts back from the newest, 0."""
+        records = self.manifest.files[rank]
+        record = records[len(records) - 1 - depth]
+        if record.name not in self._files:
+            self._files[record.name] = DataFile(self.directory / record.name, record.header)
+        return self._files[record.name]
+
+    @property
+    def tensors(self) -> Mapping[str, LogicalTensor]:
+        """The logical tensors by name.
+
+        Raises
+        ------
+        DamageError
+            If the ranks' tables contradict each other, or do not cover a tensor.
+        """
+        return self._tensors(0)
+
+    def _tensors(self, depth: int) -> dict[str, LogicalTensor]:
+        if depth not in self._by_depth:
+            self._by_depth[depth] = self._collect(depth)
+        return self._by_depth[depth]
+
+    def _collect(self, depth: int) -> dict[str, LogicalTensor]:
+        found: dict[str, list[tuple[int, int, int, int]]] = {}
+        facts: dict[str, Entry] = {}
+        for rank, records in enumerate(self.manifest.files):
+            if len(records) <= depth:
+                continue
+            for index, entry in enumerate(self._file(rank, depth).entries):
+                first = facts.setdefault(entry.name, entry)
+                if (first.dtype, first.shape) != (entry.dtype, entry.shape):
+                    raise DamageError(f"{self.directory}: the ranks disagree about dtype or shape of {entry.name}")
+                found.setdefault(entry.name, []).append((entry.start, entry.stop, rank, index))
+        tensors = {}
+        for name, shards in found.items():
+            position = 0
+            for start, stop, _, _ in sorted(shards):
+                if start > position:
+                    break
+                position = max(position, stop)
+            numel = math.prod(facts[name].shape)
+            if position != numel:
+                raise DamageError(
+                    f"{self.directory}: elements from {position} on are missing of {name}, which has {numel}"
+                )
+            tensors[name] = LogicalTensor(name, facts[name].dtype, facts[name].shape, tuple(sorted(shards)))
+        return tensors
+
+    def bits(self, name: str, start: int = 0, stop: int | None = None) -> Bits:
+        """Elements ``[start, stop)`` of a logical tensor as bit patterns, decoded and checked.
+
+        Raises
+        ------
+        KeyError
+            If there is no such tensor.
+        DamageError
+            If its data are not what was written.
+        """
+        return self._bits(self.tensors[name], 0, start, stop)
+
+    def _bits(self, tensor: LogicalTensor, depth: int, start: int, stop: int | None) -> Bits:
+        numel = math.prod(tensor.shape)
+        stop = numel if stop is None else stop
+        if not 0 <= start <= stop <= numel:
+            raise ValueError(f"[{start}, {stop}) does not lie in {tensor.name} of {numel} elements")
+        out = np.zeros(stop - start, dtype=f"u{DTYPES[tensor.dtype]}")
+        for first, last, rank, index in tensor.shards:
+            begin, end = max(first, start), min(last, stop)
+            if begin < end:
+                out[begin - start : end - start] = self._shard(rank, depth, index)[begin - first : end - first]
+        return out
+
+    def _shard(self, rank: int, depth: int, index: int) -> Bits:
+        file = self._file(rank, depth)
+        entry = file.entries[index]
+        where = f"{file.path}: {entry.name} [{entry.start}, {entry.stop})"
+        try:
+            reference = self._reference(rank, depth, entry)
+            bits = decode(file.encoded(index), entry.numel, entry.itemsize, reference, floating=entry.floating)
+        except CodecError as error:
+            raise DamageError(f"{where}: {error}") from None
+        if digest_of(bits) != entry.digest:
+            raise DamageError(f"{where}: the decoded data are not those that were written")
+        return bits
+
+    def _reference(self, rank: int, depth: int, entry: Entry) -> Reference:
+        """What a shard is decoded against: its range in the file before, and the projectors that it names."""
+        needs = entry.codec in ("same", "lowrank") or (entry.codec == "planes" and entry.params.get("base") is True)
+        if not needs:
+            return Reference()
+        if depth + 1 >= len(self.manifest.files[rank]):
+            raise CodecError("a difference without a base")
+        older = self._file(rank, depth + 1)
+        if older.path.name not in self._places:
+            self._places[older.path.name] = {
+                (each.name, each.start, each.stop): number for number, each in enumerate(older.entries)
+            }
+        index = self._places[older.path.name].get((entry.name, entry.start, entry.stop))
+        if index is None or (older.entries[index].dtype, older.entries[index].shape) != (entry.dtype, entry.shape):
+            raise CodecError(f"the base {older.path.name} does not hold this range")
+        base = self._shard(rank, depth + 1, index)
+        names = entry.params.get("factors") if entry.codec == "lowrank" else None
+        if not isinstance(names, list):
+            return Reference(base)
+        projector = f"{entry.name.rpartition('/')[0]}/projector"
+        factors = {}
+        for name in names:
+            if name not in ("projector", "base/projector"):
+                raise CodecError(f"unknown factor {name!r}")
+            at = depth + (name == "base/projector")
+            tensors = self._tensors(at)
+            if projector not in tensors:
+                raise CodecError(f"{projector} is not there")
+            factors[name] = self._matrix(tensors[projector], at)
+        columns = math.prod(entry.shape[1:])
+        return Reference(base, factors, columns, entry.start)
+
+    def _matrix(self, tensor: LogicalTensor, depth: int) -> npt.NDArray[np.float32]:
+        bits = self._bits(tensor, depth, 0, None)
+        if tensor.dtype == "BF16":
+            bits = bits.astype(np.uint32) << 16
+        elif tensor.dtype != "F32":
+            raise CodecError(f"{tensor.name} is {tensor.dtype}, and a factor is F32 or BF16")
+        if len(tensor.shape) != 2:
+            raise CodecError(f"{tensor.name} has shape {tensor.shape}, and a factor is a matrix")
+        return bits.astype(np.uint32, copy=False).view(np.float32).reshape(tensor.shape)
+
+    def verify(self, *, quick: bool = False) -> list[str]:
+        """What is wrong with it: empty if every file has its digest and every tensor decodes to what was written.
+
+        Parameters
+        ----------
+        quick
+            Check the structure only: files, sizes, tables.
+        """
+        problems = []
+        if not quick:
+            for record in self._records():
+                try:
+                    if file_digest(self.directory / record.name) != record.digest:
+                        problems.append(f"{self.directory / record.name}: is not what was written (its digest differs)")
+                except OSError as error:
+                    problems.append(f"{self.directory / record.name}: cannot be read: {error.strerror}")
+        try:
+            tensors = self.tensors
+        except (DamageError, CodecError) as error:
+            return [*problems, str(error)]
+        if quick:
+            return problems
+        for tensor in tensors.values():
+            for _, _, rank, index in tensor.shards:
+                try:
+                    self._shard(rank, 0, index)
+                except DamageError as error:
+                    problems.append(str(error))
+        return problems
