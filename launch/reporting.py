@@ -47,7 +47,8 @@ class Progress:
         if enabled and sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True)
+            shape = "{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
+            self._bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, bar_format=shape)
 
     def update(self, step: int, loss: float, *, seconds: float, memory: int) -> float:
         """Show step ``step``; returns tokens a second of that step, over all ranks."""

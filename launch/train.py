@@ -16,6 +16,7 @@ import os
 import resource
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -438,6 +439,8 @@ def main() -> int:
     arguments = parse_arguments()
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 has renamed: nothing that a user could mend.
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r".*is deprecated\. Please use.*_single")
     ds_galore.enable()
     try:
         return run(arguments, connect())
