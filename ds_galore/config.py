@@ -10,7 +10,7 @@ import difflib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -20,6 +20,7 @@ __all__ = [
     "DEEPSPEED_OPTIMIZERS",
     "GALORE_OPTIMIZERS",
     "TOP_LEVEL_KEYS",
+    "CheckpointConfig",
     "DsGaloreConfig",
     "GaLoreParameters",
     "check_config",
@@ -173,10 +174,35 @@ class GaLoreParameters(BaseModel):
     seed: Annotated[int, Field(ge=0, description="Seed of the random start of the first subspace refresh.")] = 0
 
 
-class DsGaloreConfig(BaseModel):
-    """The ``ds_galore`` section of a DeepSpeed configuration. It has no keys yet: checkpoints are to come."""
+class CompressionConfig(BaseModel):
+    """How bytes are compressed."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    codec: Annotated[Literal["zstd"], Field(description="The compressor of byte planes.")] = "zstd"
+    level: Annotated[int, Field(ge=1, le=19, description="Its level; 1 was as good as 3 on byte planes.")] = 1
+
+
+class CheckpointConfig(BaseModel):
+    """``ds_galore.checkpoint``: checkpoints in our format instead of DeepSpeed's."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    mode: Annotated[
+        Literal["full", "differential", "incremental"],
+        Field(description="What a checkpoint holds: everything, or what changed since the last full or the last one."),
+    ] = "differential"
+    full_every: Annotated[int, Field(ge=1, description="Every so many-th checkpoint is full.")] = 10
+    keep_last: Annotated[int | None, Field(ge=1, description="How many of the newest stay; None keeps all.")] = None
+    compression: Annotated[CompressionConfig, Field(description="How bytes are compressed.")] = CompressionConfig()
+
+
+class DsGaloreConfig(BaseModel):
+    """The ``ds_galore`` section of a DeepSpeed configuration."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    checkpoint: Annotated[CheckpointConfig | None, Field(description="Checkpoints in our format.")] = None
 
 
 def validate(model: type[Model], values: Mapping[str, Any], *, where: str) -> Model:
@@ -203,11 +229,24 @@ def validate(model: type[Model], values: Mapping[str, Any], *, where: str) -> Mo
         for each in error.errors():
             key = ".".join([where, *(str(part) for part in each["loc"])])
             if each["type"] == "extra_forbidden":
-                lines.append(f"{key}: unknown key{nearest(str(each['loc'][-1]), model.model_fields)}")
+                known = _fields(model, [str(part) for part in each["loc"][:-1]])
+                lines.append(f"{key}: unknown key{nearest(str(each['loc'][-1]), known)}")
             else:
                 allowed = each["msg"][:1].lower() + each["msg"][1:]
                 lines.append(f"{key} is {each['input']!r}: {allowed}")
         raise ConfigError("\n".join(lines)) from None
+
+
+def _fields(model: type[BaseModel], path: list[str]) -> Iterable[str]:
+    """The keys of the section at ``path`` in a model."""
+    for name in path:
+        field = model.model_fields.get(name)
+        inner = (get_args(field.annotation) or (field.annotation,)) if field is not None else ()
+        found = [each for each in inner if isinstance(each, type) and issubclass(each, BaseModel)]
+        if not found:
+            return []
+        model = found[0]
+    return model.model_fields
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -294,7 +333,9 @@ def check_config(config: Mapping[str, Any], known_optimizers: Iterable[str] = ()
         one that it knows, an unknown optimizer type, and, where the optimizer is one of ours, mistakes in its
         parameters and DeepSpeed features with which it does not work.
     """
-    validate(DsGaloreConfig, section(config, "ds_galore"), where="ds_galore")
+    ours = validate(DsGaloreConfig, section(config, "ds_galore"), where="ds_galore")
+    if ours.checkpoint is not None:
+        _check_checkpoint(config)
     for key in config:
         hint = "" if key in TOP_LEVEL_KEYS else nearest(key, TOP_LEVEL_KEYS)
         if "did you mean" in hint and difflib.SequenceMatcher(None, key, hint.split("'")[1]).ratio() >= 0.8:
@@ -318,6 +359,21 @@ def check_config(config: Mapping[str, Any], known_optimizers: Iterable[str] = ()
     parameters = {key: value for key, value in section(config, "optimizer", "params").items() if value != "auto"}
     validate(GaLoreParameters, parameters, where="optimizer.params")
     _check_zero(config, kind)
+
+
+def _check_checkpoint(config: Mapping[str, Any]) -> None:
+    """Refuse what our checkpoints do not hold yet, or what would write them as well."""
+    stage = section(config, "zero_optimization").get("stage", 0)
+    if stage != 3:
+        _refuse("zero_optimization.stage", stage, "ds_galore.checkpoint supports stage 3 so far")
+    for target in ("optimizer", "param"):
+        device = section(config, "zero_optimization", f"offload_{target}").get("device")
+        if device == "nvme":
+            _refuse(f"zero_optimization.offload_{target}.device", device, "ds_galore.checkpoint does not support NVMe")
+    if section(config, "checkpoint").get("writer"):
+        _refuse("checkpoint.writer", section(config, "checkpoint")["writer"], "ds_galore.checkpoint is a writer itself")
+    if section(config, "datastates_ckpt"):
+        _refuse("datastates_ckpt", config["datastates_ckpt"], "ds_galore.checkpoint is a writer itself")
 
 
 def _check_zero(config: Mapping[str, Any], kind: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ds_galore.config import GALORE_OPTIMIZERS, check_config, nearest, section
+from ds_galore.config import GALORE_OPTIMIZERS, DsGaloreConfig, check_config, nearest, section, validate
 from ds_galore.errors import ConfigError
 from ds_galore.optim.galore import GaLoreAdamW
 
@@ -42,6 +42,7 @@ def enable() -> None:
         setattr(torch.optim, name, optimizer)
     _wrap(DeepSpeedEngine, "_do_sanity_check", _checked)
     _wrap(DeepSpeedEngine, "_configure_basic_optimizer", _built_with_model)
+    _wrap(DeepSpeedEngine, "_configure_checkpointing", _with_checkpoints)
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
@@ -68,6 +69,37 @@ def _built_with_model(original: Callable[..., Any], engine: Any, model_parameter
     if optimizer is None:
         return original(engine, model_parameters)
     return optimizer(model_parameters, model=engine.module, **(engine.optimizer_params() or {}))
+
+
+def _with_checkpoints(original: Callable[..., Any], engine: Any) -> Any:
+    """Put our checkpoint engine in place of DeepSpeed's where the configuration asks for it."""
+    ours = validate(DsGaloreConfig, section(engine._config._param_dict, "ds_galore"), where="ds_galore")
+    if ours.checkpoint is None:
+        return original(engine)
+    from deepspeed.runtime import engine as module
+
+    from ds_galore.checkpoint.engine import SaveEngine
+
+    made = SaveEngine(ours.checkpoint)
+    theirs = module.create_checkpoint_engine
+    try:
+        module.create_checkpoint_engine = lambda **_: made  # called by this name, once, below
+        original(engine)
+    finally:
+        module.create_checkpoint_engine = theirs
+    made.attach(engine)
+    save = engine.save_checkpoint
+
+    @functools.wraps(save)  # the Trainer looks at its signature
+    def save_checkpoint(save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(save).bind(save_dir, tag, *args, **kwargs)
+        bound.apply_defaults()
+        result = save(save_dir, tag, *args, **kwargs)
+        made.finish(bool(bound.arguments["save_latest"]))
+        return result
+
+    engine.save_checkpoint = save_checkpoint
+    return None
 
 
 def check_deepspeed_config(config: dict[str, Any], *, client_optimizer: Any = None) -> None:

@@ -148,6 +148,16 @@ def test_auto_is_resolved_where_it_has_a_meaning_and_the_rest_is_left():
             },
             r"bf16_master_weights_and_grads is True",
         ),
+        ({"ds_galore": {"checkpoint": {"mode": "diff"}}}, r"ds_galore\.checkpoint\.mode is 'diff': input should be"),
+        ({"ds_galore": {"checkpoint": {"full_evry": 3}}}, r"full_evry: unknown key; did you mean 'full_every'\?"),
+        (
+            {"ds_galore": {"checkpoint": {}}, "zero_optimization": {"stage": 2}},
+            r"zero_optimization\.stage is 2: ds_galore\.checkpoint supports stage 3 so far",
+        ),
+        (
+            {"ds_galore": {"checkpoint": {}}, "checkpoint": {"writer": {"type": "fast"}}},
+            r"checkpoint\.writer is .*: ds_galore\.checkpoint is a writer itself",
+        ),
         ({"checkpoint": {"load_universal": True}}, r"checkpoint\.load_universal is True"),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, r"torch_autocast\.dtype is 'float16'"),
         ({"optimizer": {"type": "GaLoreAdamW", "params": 3}}, r"optimizer\.params is 3: it must be an object"),

@@ -5,6 +5,7 @@ Imports NumPy, safetensors and the codecs.
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 import json
 import math
@@ -95,6 +96,11 @@ class FileRecord:
     bytes: int
     digest: str
     header: str = ""
+
+    @classmethod
+    def of(cls, name: str, data: builtins.bytes) -> FileRecord:
+        """The record of a file that holds ``data``."""
+        return cls(name, len(data), hashlib.blake2b(data, digest_size=16).hexdigest())
 
 
 def digest_of(bits: Bits) -> str:

@@ -41,6 +41,8 @@ class Manifest:
         By rank, its files, the oldest first.
     metadata
         The writer's own, JSON.
+    states
+        The files of what is no tensor, by name.
     """
 
     tag: str
@@ -49,6 +51,7 @@ class Manifest:
     base: str | None
     files: tuple[tuple[FileRecord, ...], ...]
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    states: Mapping[str, FileRecord] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -71,6 +74,7 @@ class Manifest:
             "base": self.base,
             "files": [[asdict(record) for record in rank] for rank in self.files],
             "metadata": dict(self.metadata),
+            "states": {name: asdict(record) for name, record in self.states.items()},
         }
 
     def write(self, directory: Path) -> None:
@@ -114,7 +118,16 @@ class Manifest:
             raise DamageError(f"{path}: is damaged: its digest does not fit")
         try:
             files = tuple(tuple(_record(record) for record in rank) for rank in values["files"])
-            manifest = cls(values["tag"], values["created"], values["kind"], values["base"], files, values["metadata"])
+            states = {record.name: record for record in map(_record, values["states"].values())}
+            manifest = cls(
+                tag=values["tag"],
+                created=values["created"],
+                kind=values["kind"],
+                base=values["base"],
+                files=files,
+                metadata=values["metadata"],
+                states=states,
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise DamageError(f"{path}: is damaged: {error}") from None
         texts = [manifest.tag, manifest.created, manifest.kind, "" if manifest.base is None else manifest.base]

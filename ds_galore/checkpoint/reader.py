@@ -71,7 +71,7 @@ class CheckpointReader:
         self._places: dict[str, dict[tuple[str, int, int], int]] = {}
 
     def _records(self) -> list[Any]:
-        return [record for rank in self.manifest.files for record in rank]
+        return [record for rank in self.manifest.files for record in rank] + list(self.manifest.states.values())
 
     def _file(self, rank: int, depth: int) -> DataFile:
         """A rank's file; ``depth`` counts back from the newest, 0."""
@@ -201,6 +201,24 @@ class CheckpointReader:
         if len(tensor.shape) != 2:
             raise CodecError(f"{tensor.name} has shape {tensor.shape}, and a factor is a matrix")
         return bits.astype(np.uint32, copy=False).view(np.float32).reshape(tensor.shape)
+
+    def ranges_of(self, rank: int) -> set[tuple[str, int, int]]:
+        """What a rank's newest file holds: names with their ranges; nothing of a rank that did not write."""
+        if rank >= self.manifest.world_size:
+            return set()
+        return {(entry.name, entry.start, entry.stop) for entry in self._file(rank, 0).entries}
+
+    def matrix(self, name: str) -> npt.NDArray[np.float32]:
+        """A logical matrix, stored in float32 or bfloat16, in float32.
+
+        Raises
+        ------
+        KeyError
+            If there is no such tensor.
+        CodecError, DamageError
+            If it is no such matrix, or its data are not what was written.
+        """
+        return self._matrix(self.tensors[name], 0)
 
     def verify(self, *, quick: bool = False) -> list[str]:
         """What is wrong with it: empty if every file has its digest and every tensor decodes to what was written.

@@ -187,6 +187,7 @@ class CheckpointStore:
         kind: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         latest: bool = True,
+        states: Mapping[str, FileRecord] | None = None,
     ) -> Manifest:
         """Declare a checkpoint complete, once all ranks have written theirs.
 
@@ -204,6 +205,8 @@ class CheckpointStore:
             JSON of the caller's.
         latest
             Whether ``latest`` is to name it.
+        states
+            Files of what is no tensor, by name.
 
         Raises
         ------
@@ -211,7 +214,7 @@ class CheckpointStore:
             If a file is not there with its size.
         """
         directory = self.path(tag)
-        for record in (record for rank in files for record in rank):
+        for record in [*(record for rank in files for record in rank), *(states or {}).values()]:
             found = directory / record.name
             if not found.is_file() or found.stat().st_size != record.bytes:
                 raise DamageError(f"{found}: is not there as it was written; the checkpoint is not committed")
@@ -223,6 +226,7 @@ class CheckpointStore:
             base,
             tuple(tuple(rank) for rank in files),
             dict(metadata or {}),
+            dict(states or {}),
         )
         self._hook("committing")
         manifest.write(directory)

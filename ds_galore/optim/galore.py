@@ -169,6 +169,10 @@ class GaLoreAdamW(Optimizer):
                 plans.append(ParameterPlan(each.name, rows * columns, columns, each.rank, each.side.name))
         return plans
 
+    def plan_of(self, tensor: Tensor) -> FlatPlan | None:
+        """What a tensor that ``step()`` was given consists of; None before its first step."""
+        return self._plans.get(tensor)
+
     @property
     def projector_bytes(self) -> int:
         """Bytes of one number of a projector."""

@@ -287,6 +287,23 @@ def test_a_hugging_face_directory_is_fine_tuned_and_a_tokenizer_used(pool, tmp_p
     assert losses[-1] < 0.7 * losses[0]
 
 
+def test_a_run_with_our_checkpoints_is_resumed_exactly(pool, tmp_path):
+    section = {"checkpoint": {"mode": "differential", "full_every": 3, "keep_last": 2}}
+    config = small_config(tmp_path / "config.json", ds_galore=section)
+    (tmp_path / "text.txt").write_text("some text and more of it, " * 400)
+    arguments = ["--config", str(config), "--model", str(small_model(tmp_path / "model.json")), "--seq-len", "32"]
+    arguments += ["--data", str(tmp_path / "text.txt"), "--output", str(tmp_path / "out")]
+    first = pool.run(2, attempt, [*arguments, "--steps", "10", "--save-every", "2"])
+    assert [status for status, _ in first] == [0, 0], first[0][1]
+    kept = sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir() if path.is_dir())
+    assert kept == ["step-10", "step-8"]
+    losses = [each["loss"] for each in metrics(tmp_path / "out") if "loss" in each]
+    second = pool.run(2, attempt, [*arguments, "--steps", "10", "--resume", "step-8"])
+    assert [status for status, _ in second] == [0, 0], second[0][1]
+    again = [each["loss"] for each in metrics(tmp_path / "out") if "loss" in each][10:]
+    assert again == losses[8:]
+
+
 # ---------------------------------------------------------------------- data
 
 
