@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/codecs.py               # Llama of hidden 512, 8 layers, rank 128, 200 + 50 steps
     .venv/bin/python benchmarks/codecs.py --tiny        # the tiny model, rank 64, 100 + 50 steps: two minutes
 
-Trains with GaLoreAdamW on the standard library's sources, takes the projected weights as base, trains 50 steps more, and
-encodes them. ``--stagger`` refreshes bases between, ``--weight-decay`` decays. One process; sizes against float32 bytes.
+Trains with GaLoreAdamW on the standard library's sources, takes the projected weights as base, trains 50 steps more,
+and encodes them. ``--stagger`` refreshes bases between, ``--weight-decay`` decays. One process; sizes against float32.
 """
 
 from __future__ import annotations

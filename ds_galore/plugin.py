@@ -98,7 +98,16 @@ def _with_checkpoints(original: Callable[..., Any], engine: Any) -> Any:
         made.finish(bool(bound.arguments["save_latest"]))
         return result
 
-    engine.save_checkpoint = save_checkpoint
+    load = engine.load_checkpoint
+
+    @functools.wraps(load)
+    def load_checkpoint(load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(load).bind(load_dir, tag, *args, **kwargs)
+        bound.apply_defaults()
+        made.check_load(load_dir, tag, bound.arguments)
+        return load(load_dir, tag, *args, **kwargs)
+
+    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
     return None
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import json
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ds_galore.checkpoint.reader import CheckpointReader
 from ds_galore.checkpoint.store import CheckpointStore, Shard
 from ds_galore.checkpoint.tree import flatten, restore
 from ds_galore.config import CheckpointConfig
+from ds_galore.errors import ConfigError
 from ds_galore.optim.galore import GaLoreAdamW
 from ds_galore.optim.matrices import RIGHT
 from ds_galore.zero.group import Guard, RankGroup
@@ -97,6 +99,27 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         places = values["tensors"]
         return restore(values["state"], lambda name: assemble(places[name], reader.bits))
 
+    def check_load(self, load_dir: Any, tag: Any, arguments: Mapping[str, Any]) -> None:
+        """Refuse, on all ranks alike, a way to load one of our checkpoints that is not supported yet.
+
+        Raises
+        ------
+        ConfigError
+            Naming the argument, or the number of ranks.
+        """
+        store = CheckpointStore(Path(load_dir))
+        tag = store.latest() if tag is None else str(tag)
+        if tag is None or not (store.path(tag) / MANIFEST).exists():
+            return
+        for name, supported in (("load_optimizer_states", True), ("load_module_only", False)):
+            if bool(arguments[name]) is not supported:
+                raise ConfigError(
+                    f"{name} is {arguments[name]!r}: {store.path(tag)} can be loaded with {supported} only, so far"
+                )
+        written, ranks = store.open(tag).manifest.world_size, dist.get_world_size()
+        if written != ranks:
+            raise ConfigError(f"{store.path(tag)}: was saved by {written} ranks and cannot be loaded by {ranks} so far")
+
     def commit(self, info: Any) -> bool:
         """Nothing is left to do: a save ends in :meth:`finish`."""
         return True
@@ -139,6 +162,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             dist.all_gather_object(reports, report)
         if full:
             kind, base_tag = "full", None
+        anchor = info.tag if full or self._settings.mode == "incremental" else str(base_tag)
         if group.rank == 0:
             with guard:
                 states = {name: record for _, each in reports for name, record in each.items()}
@@ -148,10 +172,10 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
                     info.tag, files, base=base_tag, kind=kind, metadata=metadata, latest=save_latest, states=states
                 )
                 if self._settings.keep_last is not None:
-                    store.retain(keep_last=self._settings.keep_last)
+                    # The next difference is made against the anchor, which therefore stays a little longer.
+                    store.retain(keep_last=self._settings.keep_last, keep=lambda manifest: manifest.tag == anchor)
         _vote(group, guard)
         previous = self._last[2] if self._last is not None and not full else 0
-        anchor = info.tag if full or self._settings.mode == "incremental" else str(base_tag)
         self._last = (store.directory, anchor, previous + 1)
 
     def _base_for(self, store: CheckpointStore) -> tuple[str, str | None]:

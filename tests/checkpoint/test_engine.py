@@ -123,6 +123,9 @@ def against_native(directory: str, optimizer: dict[str, Any], extra: dict[str, A
     engine.checkpoint_engine, engine.save_checkpoint = TorchCheckpointEngine(None), save.__wrapped__
     engine.save_checkpoint(f"{directory}/native", tag="b")
     dist.barrier()
+    again = make(optimizer, "differential", **extra)
+    again.load_checkpoint(f"{directory}/native", tag="b")  # native ones still load
+    compare(logical(engine), logical(again))
     files = sorted(Path(directory, "native", "b").glob("*_states.pt"))
     assert len(files) == 2 * dist.get_world_size()
     for path in files:
@@ -203,6 +206,41 @@ def saved(directory: str) -> None:
     engine = make(jobs.galore(), "differential")
     jobs.train(engine, jobs.batches(1, DATA))
     engine.save_checkpoint(directory, tag="good")
+
+
+def rotating(directory: str) -> None:
+    section = {"ds_galore": {"checkpoint": {"full_every": 4, "keep_last": 1}}}
+    engine = jobs.start(jobs.tiny_llama(), jobs.config(jobs.galore(), micro=2, **section))
+    for step, data in enumerate(jobs.batches(6, 4)):
+        jobs.train(engine, data[None])
+        engine.save_checkpoint(directory, tag=f"save-{step}")
+
+
+def test_retention_keeps_the_base_while_differences_are_made_against_it(pool, tmp_path):
+    pool.run(2, rotating, str(tmp_path))
+    store = CheckpointStore(tmp_path)
+    assert store.tags() == ["save-4", "save-5"]  # the second full one, and the newest
+    assert [store.open(tag).manifest.kind for tag in store.tags()] == ["full", "differential"]
+    assert all(store.open(tag).verify() == [] for tag in store.tags())
+
+
+def refused(directory: str, **arguments: Any) -> str:
+    from ds_galore.errors import ConfigError
+
+    engine = make(jobs.galore(), "differential")
+    try:
+        engine.load_checkpoint(directory, **arguments)
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ways_to_load_that_are_not_supported_yet_are_refused_by_name(pool, tmp_path):
+    pool.run(1, saved, str(tmp_path))
+    for name, value in (("load_optimizer_states", False), ("load_module_only", True)):
+        assert pool.run(1, refused, str(tmp_path), **{name: value})[0].startswith(f"{name} is {value}: ")
+    for found in pool.run(2, refused, str(tmp_path), timeout=60):
+        assert "was saved by 1 ranks and cannot be loaded by 2" in found
 
 
 def test_a_damaged_state_file_is_not_loaded(pool, tmp_path):
