@@ -52,6 +52,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         self.name = "ds_galore"
         self._settings = settings
         self._engine: Any = lambda: None
+        self._guard = Guard()
         self._info: Any = None
         self._pending: list[tuple[str, Any, dict[str, Tensor]]] = []
         self._readers: dict[Path, CheckpointReader] = {}
@@ -65,7 +66,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
 
     def create(self, info: Any) -> None:
         """Begin a save."""
-        self._info, self._pending = info, []
+        self._info, self._pending, self._guard = info, [], Guard()
 
     def save(self, state_dict: Any, path: str) -> None:
         """Take a state dict for the save that :meth:`finish` ends; write other files (16-bit weights) at once."""
@@ -73,8 +74,9 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         if not target.name.endswith("_states.pt") or target.parent.name != self._info.tag:
             replace_file(target, _torch_bytes(state_dict))
             return
-        value, tensors = flatten(state_dict, root=target.name)
-        self._pending.append((target.name, value, tensors))
+        with self._guard:  # a rank that cannot save its state tells at the end, where all wait for each other
+            value, tensors = flatten(state_dict, root=target.name)
+            self._pending.append((target.name, value, tensors))
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """A state dict of one of our checkpoints, or of a native one."""
@@ -139,7 +141,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
     def finish(self, save_latest: bool) -> None:
         """Write what :meth:`save` took, and commit it. Collective; fails on all ranks together."""
         info, pending, self._info, self._pending = self._info, self._pending, None, []
-        group, guard = RankGroup(dist.group.WORLD), Guard()
+        group, guard = RankGroup(dist.group.WORLD), self._guard
         store = CheckpointStore(Path(info.save_dir))
         self._readers.clear()
         engine = self._engine()

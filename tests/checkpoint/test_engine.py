@@ -208,6 +208,25 @@ def saved(directory: str) -> None:
     engine.save_checkpoint(directory, tag="good")
 
 
+def strange_client_state(directory: str) -> str:
+    import torch.distributed as dist
+
+    engine = make(jobs.galore(), "differential")
+    jobs.train(engine, jobs.batches(1, DATA))
+    try:
+        engine.save_checkpoint(directory, tag="bad", client_state={"it": object()} if dist.get_rank() == 1 else {})
+    except Exception as error:  # noqa: BLE001 - reported
+        return str(error)
+    return "nothing"
+
+
+def test_a_client_state_that_one_rank_cannot_save_fails_the_save_on_all(pool, tmp_path):
+    outcomes = pool.run(2, strange_client_state, str(tmp_path), timeout=60)
+    assert "states.pt/it: an object of class builtins.object cannot be saved" in outcomes[1]
+    assert outcomes[0].startswith("rank 1 failed, and no rank can go on: ConfigError")
+    assert CheckpointStore(tmp_path).latest() is None
+
+
 def rotating(directory: str) -> None:
     section = {"ds_galore": {"checkpoint": {"full_every": 4, "keep_last": 1}}}
     engine = jobs.start(jobs.tiny_llama(), jobs.config(jobs.galore(), micro=2, **section))
