@@ -104,7 +104,7 @@ def _with_checkpoints(original: Callable[..., Any], engine: Any) -> Any:
     def load_checkpoint(load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(load).bind(load_dir, tag, *args, **kwargs)
         bound.apply_defaults()
-        made.check_load(load_dir, tag, bound.arguments)
+        made.prepare_load(load_dir, tag, bound.arguments)
         return load(load_dir, tag, *args, **kwargs)
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint

@@ -56,6 +56,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         self._info: Any = None
         self._pending: list[tuple[str, Any, dict[str, Tensor]]] = []
         self._readers: dict[Path, CheckpointReader] = {}
+        self._prepared: dict[Path, Any] = {}
         self._last: tuple[Path, str, int] | None = None  # save directory, tag of the full checkpoint, saves since
 
     def attach(self, engine: Any) -> None:
@@ -81,6 +82,8 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
     def load(self, path: str, map_location: Any = None) -> Any:
         """A state dict of one of our checkpoints, or of a native one."""
         target = Path(path)
+        if target in self._prepared:
+            return self._prepared.pop(target)
         if not (target.parent / MANIFEST).exists():
             if target.is_file() and target.read_bytes()[:1] == b"{":
                 raise NotCommittedError(f"{target.parent}: was never finished (no {MANIFEST})")
@@ -101,14 +104,27 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         places = values["tensors"]
         return restore(values["state"], lambda name: assemble(places[name], reader.bits))
 
-    def check_load(self, load_dir: Any, tag: Any, arguments: Mapping[str, Any]) -> None:
-        """Refuse, on all ranks alike, a way to load one of our checkpoints that is not supported yet.
+    def prepare_load(self, load_dir: Any, tag: Any, arguments: Mapping[str, Any]) -> None:
+        """Read what this rank needs of one of our checkpoints, before DeepSpeed's first collective of a load.
+
+        Every rank reads files of its own, so one may find damage that the others do not see: all fail together.
+        Collective.
 
         Raises
         ------
         ConfigError
-            Naming the argument, or the number of ranks.
+            For a way to load that is not supported yet, naming the argument or the number of ranks.
+        NotCommittedError, FormatError, DamageError
+            If the checkpoint is not what was written.
+        PeerError
+            If that is so on another rank.
         """
+        with RankGroup(dist.group.WORLD).together():
+            self._prepared.clear()
+            self._readers.clear()
+            self._prepare(load_dir, tag, arguments)
+
+    def _prepare(self, load_dir: Any, tag: Any, arguments: Mapping[str, Any]) -> None:
         store = CheckpointStore(Path(load_dir))
         tag = store.latest() if tag is None else str(tag)
         if tag is None or not (store.path(tag) / MANIFEST).exists():
@@ -121,6 +137,8 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         written, ranks = store.open(tag).manifest.world_size, dist.get_world_size()
         if written != ranks:
             raise ConfigError(f"{store.path(tag)}: was saved by {written} ranks and cannot be loaded by {ranks} so far")
+        for path in store.path(tag).glob(f"*zero_pp_rank_{dist.get_rank()}_*_states.pt"):
+            self._prepared[path] = self.load(str(path))
 
     def commit(self, info: Any) -> bool:
         """Nothing is left to do: a save ends in :meth:`finish`."""
@@ -276,8 +294,9 @@ def _whole_projectors(engine: Any, guard: Guard) -> dict[str, np.ndarray[Any, An
             if batch.side is RIGHT and plan is not None:
                 states = [optimizer.state[flat][matrix.name] for matrix in batch.matrices]
                 bases = RIGHT.load(batch.matrices, states, plan.group, guard, torch.float32)
-                for matrix, basis in zip(batch.matrices, bases, strict=True):
-                    found[matrix.name] = basis.cpu().numpy()
+                with guard:
+                    for matrix, basis in zip(batch.matrices, bases, strict=True):
+                        found[matrix.name] = basis.cpu().numpy()
     return found
 
 

@@ -268,3 +268,25 @@ def test_a_damaged_state_file_is_not_loaded(pool, tmp_path):
     path = tmp_path / "broken" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     path.write_text(path.read_text().replace('"global_steps": 1', '"global_steps": 2'))
     assert "is not what was written" in pool.run(1, damaged, str(tmp_path))[0]
+
+
+def load_broken(directory: str) -> str:
+    engine = make(jobs.galore(), "differential")
+    try:
+        engine.load_checkpoint(directory, tag="good")
+    except Exception as error:  # noqa: BLE001 - reported
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_damage_that_one_rank_meets_fails_the_load_on_all_without_a_hang(pool, tmp_path):
+    pool.run(2, saved, str(tmp_path))
+    path = next((tmp_path / "good").glob("rank-00001-*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(data)
+    outcomes = pool.run(2, load_broken, str(tmp_path), timeout=60)
+    assert outcomes[1].startswith("DamageError: "), outcomes
+    assert path.name in outcomes[1]
+    assert outcomes[0].startswith("PeerError: rank 1 failed") or outcomes[0].startswith("DamageError: ")
