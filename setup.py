@@ -24,6 +24,7 @@ setup(
         "deepspeed": ["deepspeed>=0.19.8,<0.20"],
         "train": ["deepspeed>=0.19.8,<0.20", "transformers>=4.56", "accelerate>=1.1", "tqdm>=4.60"],
         "data": ["datasets>=2.0"],
+        "lz4": ["lz4>=4.0"],
         "dev": [
             "deepspeed>=0.19.8,<0.20",
             "transformers>=4.56",
@@ -31,6 +32,7 @@ setup(
             "tqdm>=4.60",
             "galore-torch",
             "hypothesis",
+            "lz4>=4.0",
             "mypy",
             "pytest",
             "ruff",

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "launch"))
 from text_data import SampleOrder, load_corpus  # noqa: E402
 
 from ds_galore import GaLoreAdamW  # noqa: E402
-from ds_galore.checkpoint.codecs import CODECS, Reference, encode  # noqa: E402
+from ds_galore.checkpoint.codecs import CODECS, ZSTD, Reference, encode  # noqa: E402
 
 
 def build(tiny: bool) -> torch.nn.Module:
@@ -88,7 +88,7 @@ def main() -> int:
         best = encode(now, reference, floating=True)
         seconds += time.perf_counter() - begin
         chosen[best.codec] = chosen.get(best.codec, 0) + 1
-        planes = CODECS["planes"].encode(now, reference, floating=True, level=1)
+        planes = CODECS["planes"].encode(now, reference, floating=True, compressor=ZSTD)
         assert planes is not None
         totals["float32"] += now.nbytes
         totals["zstd -3"] += len(zstandard.ZstdCompressor(level=3).compress(now.tobytes()))

@@ -7,12 +7,13 @@ keys; the optimizers and the plugin validate through them.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ds_galore.errors import ConfigError
 
@@ -179,8 +180,18 @@ class CompressionConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    codec: Annotated[Literal["zstd"], Field(description="The compressor of byte planes.")] = "zstd"
+    codec: Annotated[
+        Literal["zstd", "lz4"], Field(description="The compressor of byte planes; lz4 is faster and larger.")
+    ] = "zstd"
     level: Annotated[int, Field(ge=1, le=19, description="Its level; 1 was as good as 3 on byte planes.")] = 1
+
+    @model_validator(mode="after")
+    def _lz4(self) -> CompressionConfig:
+        if self.codec == "lz4" and importlib.util.find_spec("lz4") is None:
+            raise ValueError("codec lz4 needs the package lz4, which is not installed: pip install lz4")
+        if self.codec == "lz4" and self.level > 13:
+            raise ValueError(f"level {self.level}: lz4 has levels 1 to 13")
+        return self
 
 
 class CheckpointConfig(BaseModel):
@@ -193,8 +204,39 @@ class CheckpointConfig(BaseModel):
         Field(description="What a checkpoint holds: everything, or what changed since the last full or the last one."),
     ] = "differential"
     full_every: Annotated[int, Field(ge=1, description="Every so many-th checkpoint is full.")] = 10
+    asynchronous: Annotated[
+        bool, Field(alias="async", description="Encode and write in the background, from a copy in host memory.")
+    ] = True
+    base_memory_gb: Annotated[
+        float,
+        Field(
+            ge=0,
+            allow_inf_nan=False,
+            description="Host memory a rank may keep the base in (10^9 bytes); the rest is read back from disk.",
+        ),
+    ] = 4.0
     keep_last: Annotated[int | None, Field(ge=1, description="How many of the newest stay; None keeps all.")] = None
+    keep_every: Annotated[
+        int | None, Field(ge=1, description="Checkpoints of steps that are multiples of it stay as well.")
+    ] = None
+    on_damage: Annotated[
+        Literal["fail", "previous"],
+        Field(description="What a load does where a checkpoint is damaged: fail, or load the newest intact one."),
+    ] = "fail"
+    state_dtype: Annotated[
+        Literal["exact", "bf16", "int8"],
+        Field(description="What an optimizer's moments are stored as; all but exact lose digits of them."),
+    ] = "exact"
+    links: Annotated[
+        Literal["hardlink", "copy"], Field(description="How a checkpoint comes to hold its base's files.")
+    ] = "hardlink"
     compression: Annotated[CompressionConfig, Field(description="How bytes are compressed.")] = CompressionConfig()
+
+    @model_validator(mode="after")
+    def _keeps(self) -> CheckpointConfig:
+        if self.keep_every is not None and self.keep_last is None:
+            raise ValueError("keep_every says what stays beside the newest: give keep_last, how many of those")
+        return self
 
 
 class DsGaloreConfig(BaseModel):
@@ -231,6 +273,8 @@ def validate(model: type[Model], values: Mapping[str, Any], *, where: str) -> Mo
             if each["type"] == "extra_forbidden":
                 known = _fields(model, [str(part) for part in each["loc"][:-1]])
                 lines.append(f"{key}: unknown key{nearest(str(each['loc'][-1]), known)}")
+            elif each["type"] == "value_error":  # of a whole section
+                lines.append(f"{key}: {each['ctx']['error']}")
             else:
                 allowed = each["msg"][:1].lower() + each["msg"][1:]
                 lines.append(f"{key} is {each['input']!r}: {allowed}")
@@ -240,13 +284,13 @@ def validate(model: type[Model], values: Mapping[str, Any], *, where: str) -> Mo
 def _fields(model: type[BaseModel], path: list[str]) -> Iterable[str]:
     """The keys of the section at ``path`` in a model."""
     for name in path:
-        field = model.model_fields.get(name)
+        field = next((each for key, each in model.model_fields.items() if name in (key, each.alias)), None)
         inner = (get_args(field.annotation) or (field.annotation,)) if field is not None else ()
         found = [each for each in inner if isinstance(each, type) and issubclass(each, BaseModel)]
         if not found:
             return []
         model = found[0]
-    return model.model_fields
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -363,9 +407,10 @@ def check_config(config: Mapping[str, Any], known_optimizers: Iterable[str] = ()
 
 def _check_checkpoint(config: Mapping[str, Any]) -> None:
     """Refuse what our checkpoints do not hold yet, or what would write them as well."""
-    stage = section(config, "zero_optimization").get("stage", 0)
-    if stage != 3:
-        _refuse("zero_optimization.stage", stage, "ds_galore.checkpoint supports stage 3 so far")
+    if section(config, "zero_optimization").get("elastic_checkpoint"):
+        _refuse(
+            "zero_optimization.elastic_checkpoint", True, "ds_galore.checkpoint loads on any number of ranks anyway"
+        )
     for target in ("optimizer", "param"):
         device = section(config, "zero_optimization", f"offload_{target}").get("device")
         if device == "nvme":

@@ -94,6 +94,7 @@ def _with_checkpoints(original: Callable[..., Any], engine: Any) -> Any:
     def save_checkpoint(save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(save).bind(save_dir, tag, *args, **kwargs)
         bound.apply_defaults()
+        made.wait()
         result = save(save_dir, tag, *args, **kwargs)
         made.finish(bool(bound.arguments["save_latest"]))
         return result
@@ -104,10 +105,23 @@ def _with_checkpoints(original: Callable[..., Any], engine: Any) -> Any:
     def load_checkpoint(load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(load).bind(load_dir, tag, *args, **kwargs)
         bound.apply_defaults()
-        made.prepare_load(load_dir, tag, bound.arguments)
-        return load(load_dir, tag, *args, **kwargs)
+        if engine.load_universal_checkpoint():
+            return load(load_dir, tag, *args, **kwargs)
+        chosen = made.prepare_load(load_dir, tag, bound.arguments)
+        return load(load_dir, tag, *args, **kwargs) if chosen is None else made.run_load(load, bound.arguments, chosen)
+
+    names, zero = engine._get_all_ckpt_names, engine._load_zero_checkpoint
+
+    @functools.wraps(names)
+    def get_all_ckpt_names(checkpoints_path: Any, tag: Any) -> Any:
+        return made.name_for_this_rank(names(checkpoints_path, tag), checkpoints_path, tag)
+
+    @functools.wraps(zero)
+    def load_zero_checkpoint(load_dir: Any, tag: Any, load_optimizer_states: bool = True) -> Any:
+        return zero(load_dir, tag, load_optimizer_states=load_optimizer_states and not made.loads_weights_only)
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+    engine._get_all_ckpt_names, engine._load_zero_checkpoint = get_all_ckpt_names, load_zero_checkpoint
     return None
 
 

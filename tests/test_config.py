@@ -151,8 +151,28 @@ def test_auto_is_resolved_where_it_has_a_meaning_and_the_rest_is_left():
         ({"ds_galore": {"checkpoint": {"mode": "diff"}}}, r"ds_galore\.checkpoint\.mode is 'diff': input should be"),
         ({"ds_galore": {"checkpoint": {"full_evry": 3}}}, r"full_evry: unknown key; did you mean 'full_every'\?"),
         (
-            {"ds_galore": {"checkpoint": {}}, "zero_optimization": {"stage": 2}},
-            r"zero_optimization\.stage is 2: ds_galore\.checkpoint supports stage 3 so far",
+            {"ds_galore": {"checkpoint": {}}, "zero_optimization": {"stage": 2, "elastic_checkpoint": True}},
+            r"zero_optimization\.elastic_checkpoint is True: ds_galore\.checkpoint loads on any number of ranks",
+        ),
+        (
+            {"ds_galore": {"checkpoint": {"asinc": True}}},
+            r"checkpoint\.asinc: unknown key; did you mean 'async'\?",
+        ),
+        (
+            {"ds_galore": {"checkpoint": {"keep_every": 100}}},
+            r"^ds_galore\.checkpoint: keep_every says what stays beside the newest: give keep_last",
+        ),
+        (
+            {"ds_galore": {"checkpoint": {"compression": {"codec": "lz4", "level": 14}}}},
+            r"^ds_galore\.checkpoint\.compression: level 14: lz4 has levels 1 to 13",
+        ),
+        (
+            {"ds_galore": {"checkpoint": {"state_dtype": "fp8"}}},
+            r"checkpoint\.state_dtype is 'fp8': input should be 'exact', 'bf16' or 'int8'",
+        ),
+        (
+            {"ds_galore": {"checkpoint": {"base_memory_gb": -1}}},
+            r"checkpoint\.base_memory_gb is -1: input should be greater than or equal to 0",
         ),
         (
             {"ds_galore": {"checkpoint": {}}, "checkpoint": {"writer": {"type": "fast"}}},

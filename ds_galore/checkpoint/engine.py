@@ -1,41 +1,101 @@
 """DeepSpeed's CheckpointEngine on the store: differential checkpoints behind ``engine.save_checkpoint``.
 
 DeepSpeed hands its engine a state dict and a ``.pt`` path at a time. Here the tensors of all of them go into one data
-file a rank, as logical tensors, and the rest into a JSON file under the ``.pt`` path, which DeepSpeed looks for when it
-loads. The engine calls itself decoupled, so that DeepSpeed leaves committing and ``latest`` to
-:meth:`SaveEngine.finish`, which the plugin calls at the end of ``save_checkpoint``. Seen in DeepSpeed 0.19.8.
+file a rank, as logical tensors, and the rest into a JSON file a path. The engine calls itself decoupled, so that
+DeepSpeed leaves committing and ``latest`` to it; the plugin calls :meth:`SaveEngine.finish` at the end of
+``save_checkpoint``. Seen in DeepSpeed 0.19.8.
+
+A save has two parts. Before ``save_checkpoint`` returns, all ranks agree on what it differs from, copy their state to
+host memory, and link the files of the base. Encoding and writing follow, in a thread or at once. When a rank's files
+are durable it writes a ``.done`` file; when all ranks have, rank 0's thread writes the manifest and ``latest``.
+Nothing in a thread is a collective: ranks tell each other about failures at the next call.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import logging
+import secrets
+import threading
+import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from torch import Tensor
 
-from ds_galore.checkpoint.codecs import Reference
+from ds_galore.checkpoint.base import Base, OpenBase, Source, in_budget
+from ds_galore.checkpoint.codecs import Compressor, Reference
+from ds_galore.checkpoint.codecs.base import Bits
 from ds_galore.checkpoint.errors import DamageError, FormatError, NotCommittedError
-from ds_galore.checkpoint.files import FORMAT, VERSION, FileRecord, replace_file
-from ds_galore.checkpoint.manifest import MANIFEST
-from ds_galore.checkpoint.pieces import Piece, assemble, place, state_pieces, to_bits
-from ds_galore.checkpoint.reader import CheckpointReader
+from ds_galore.checkpoint.files import FORMAT, VERSION, FileRecord, digest_of, replace_file
+from ds_galore.checkpoint.loading import PreparedLoad, is_placeholder, load_file
+from ds_galore.checkpoint.manifest import MANIFEST, Manifest
+from ds_galore.checkpoint.pieces import MASTER, NAMES, Piece, StateMap, describe, rounded_weights, to_bits
+from ds_galore.checkpoint.siblings import is_rotated, keep_copy, kept_copy, newest_intact_sibling
+from ds_galore.checkpoint.snapshot import Background, HostBuffers
 from ds_galore.checkpoint.store import CheckpointStore, Shard
-from ds_galore.checkpoint.tree import flatten, restore
+from ds_galore.checkpoint.tree import flatten
 from ds_galore.config import CheckpointConfig
-from ds_galore.errors import ConfigError
+from ds_galore.errors import ConfigError, PeerError
 from ds_galore.optim.galore import GaLoreAdamW
 from ds_galore.optim.matrices import RIGHT
 from ds_galore.zero.group import Guard, RankGroup
 
 __all__ = ["SaveEngine"]
+
+logger = logging.getLogger(__name__)
+
+Factors = dict[str, npt.NDArray[np.float32]]
+#: Seconds between two looks for the other ranks' ``.done`` files.
+POLL = 0.05
+#: Once the interpreter is ending: how long rank 0 waits for the others, in seconds and in multiples of its own work.
+LAST_WAIT, LAST_WAIT_TIMES = 60.0, 3.0
+
+
+@dataclass(frozen=True)
+class _Range:
+    """A range of a logical tensor that this rank writes: which of the copied tensors it is in, and where."""
+
+    piece: Piece
+    copy: int
+    scale: int  # stored elements for each of the tensor: bytes, where safetensors does not know the dtype
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Its name and start, in stored elements."""
+        return self.piece.name, self.piece.start * self.scale
+
+
+@dataclass
+class _Job:
+    """A save from the moment at which its state is copied."""
+
+    store: CheckpointStore
+    tag: str
+    token: str
+    rank: int
+    world_size: int
+    kind: str
+    base: OpenBase | None
+    linked: list[FileRecord]
+    copies: list[Tensor]
+    ranges: list[_Range]
+    factors: Factors
+    states: dict[str, str]
+    metadata: dict[str, Any]
+    latest: bool
+    written: dict[tuple[str, int], Bits] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 class SaveEngine(CheckpointEngine):  # type: ignore[misc]
@@ -51,17 +111,37 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         super().__init__(None)
         self.name = "ds_galore"
         self._settings = settings
+        self._compressor = Compressor(settings.compression.codec, settings.compression.level)
         self._engine: Any = lambda: None
         self._guard = Guard()
         self._info: Any = None
         self._pending: list[tuple[str, Any, dict[str, Tensor]]] = []
-        self._readers: dict[Path, CheckpointReader] = {}
-        self._prepared: dict[Path, Any] = {}
-        self._last: tuple[Path, str, int] | None = None  # save directory, tag of the full checkpoint, saves since
+        self._loading: PreparedLoad | None = None
+        self._buffers = HostBuffers()
+        self._base: Base | None = None
+        self._base_copies: list[Tensor] = []  # the memory of the base's arrays
+        self._flight: tuple[_Job, Background] | None = None
+        self._last_dir: Path | None = None
+        self._told = False
+        self.hook: Callable[[str], None] = lambda point: None  #: called at the points of a save, for tests
+        self.peak_host_bytes = 0  #: the most that copies, base and encoded data have taken on this rank
 
     def attach(self, engine: Any) -> None:
-        """Know the DeepSpeed engine whose states are saved, without keeping it alive."""
+        """Know the DeepSpeed engine whose states are saved, without keeping it alive.
+
+        Raises
+        ------
+        ConfigError
+            For model or pipeline parallelism and mixtures of experts, which write other files.
+        """
+        from deepspeed.runtime.pipe.module import PipelineModule
+
         self._engine = weakref.ref(engine)
+        if engine.mp_world_size > 1 or engine.has_moe_layers or isinstance(engine.module, PipelineModule):
+            raise ConfigError(
+                "ds_galore.checkpoint: tensor and pipeline parallelism and mixtures of experts are not supported; leave"
+                " the section out for DeepSpeed's own checkpoints"
+            )
 
     # ------------------------------------------------------------------ what DeepSpeed calls
 
@@ -82,63 +162,8 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
     def load(self, path: str, map_location: Any = None) -> Any:
         """A state dict of one of our checkpoints, or of a native one."""
         target = Path(path)
-        if target in self._prepared:
-            return self._prepared.pop(target)
-        if not (target.parent / MANIFEST).exists():
-            if target.is_file() and target.read_bytes()[:1] == b"{":
-                raise NotCommittedError(f"{target.parent}: was never finished (no {MANIFEST})")
-            return torch.load(path, map_location=map_location, weights_only=False)
-        reader = self._readers.get(target.parent)
-        if reader is None:
-            reader = self._readers[target.parent] = CheckpointReader(target.parent)
-        record = reader.manifest.states.get(target.name)
-        try:
-            data = target.read_bytes()
-        except OSError as error:
-            raise DamageError(f"{target}: cannot be read: {error.strerror}") from None
-        if record is None or (len(data), FileRecord.of(target.name, data).digest) != (record.bytes, record.digest):
-            raise DamageError(f"{target}: is not what was written")
-        values = json.loads(data)
-        if values.get("format") != FORMAT or values.get("version") != VERSION:
-            raise FormatError(f"{target}: is of another format or version")
-        places = values["tensors"]
-        return restore(values["state"], lambda name: assemble(places[name], reader.bits))
-
-    def prepare_load(self, load_dir: Any, tag: Any, arguments: Mapping[str, Any]) -> None:
-        """Read what this rank needs of one of our checkpoints, before DeepSpeed's first collective of a load.
-
-        Every rank reads files of its own, so one may find damage that the others do not see: all fail together.
-        Collective.
-
-        Raises
-        ------
-        ConfigError
-            For a way to load that is not supported yet, naming the argument or the number of ranks.
-        NotCommittedError, FormatError, DamageError
-            If the checkpoint is not what was written.
-        PeerError
-            If that is so on another rank.
-        """
-        with RankGroup(dist.group.WORLD).together():
-            self._prepared.clear()
-            self._readers.clear()
-            self._prepare(load_dir, tag, arguments)
-
-    def _prepare(self, load_dir: Any, tag: Any, arguments: Mapping[str, Any]) -> None:
-        store = CheckpointStore(Path(load_dir))
-        tag = store.latest() if tag is None else str(tag)
-        if tag is None or not (store.path(tag) / MANIFEST).exists():
-            return
-        for name, supported in (("load_optimizer_states", True), ("load_module_only", False)):
-            if bool(arguments[name]) is not supported:
-                raise ConfigError(
-                    f"{name} is {arguments[name]!r}: {store.path(tag)} can be loaded with {supported} only, so far"
-                )
-        written, ranks = store.open(tag).manifest.world_size, dist.get_world_size()
-        if written != ranks:
-            raise ConfigError(f"{store.path(tag)}: was saved by {written} ranks and cannot be loaded by {ranks} so far")
-        for path in store.path(tag).glob(f"*zero_pp_rank_{dist.get_rank()}_*_states.pt"):
-            self._prepared[path] = self.load(str(path))
+        prepared = self._loading.state_for(target) if self._loading is not None else None
+        return prepared if prepared is not None else load_file(target, map_location)
 
     def commit(self, info: Any) -> bool:
         """Nothing is left to do: a save ends in :meth:`finish`."""
@@ -149,159 +174,516 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         return True
 
     def get_commit_info(self) -> None:
-        """Nothing is ever left for DeepSpeed to commit."""
+        """Give DeepSpeed nothing to commit; it asks at each step, which is the time to log a failure of the writer."""
+        if self._flight is None or self._told:
+            return
+        work = self._flight[1]
+        error = work.error or work.follow_up_error
+        if error is not None:
+            self._told = True
+            logger.error("%s: could not be saved; the next save or load raises: %s", self._flight[0].tag, error)
 
     def cleanup(self) -> None:
-        """Nothing is in flight between saves."""
+        """Let the save in flight come to its end, when the DeepSpeed engine is destroyed. Not collective.
 
-    # ------------------------------------------------------------------ the end of a save
+        Raises
+        ------
+        BaseException
+            What this rank's part of it ran into.
+        """
+        if self._flight is not None:
+            work, self._flight = self._flight[1], None
+            work.wait()
+            error = work.error or work.follow_up_error
+            if error is not None:
+                raise error
+
+    # ------------------------------------------------------------------ saving
+
+    def wait(self) -> None:
+        """Return when the save in flight, if any, is committed. Collective.
+
+        Raises
+        ------
+        BaseException
+            What this rank's part of it ran into.
+        PeerError
+            If another rank failed. The checkpoint is then not committed, on no rank.
+        """
+        if self._flight is None:
+            return
+        (job, work), group, guard = self._flight, RankGroup(dist.group.WORLD), Guard()
+        work.wait_for_work()
+        guard.error = work.error
+        try:
+            _vote(group, guard)
+            work.wait()  # all ranks' files are there
+            guard.error = work.follow_up_error
+            _vote(group, guard)
+        except BaseException:
+            self._flight, self._told = None, False
+            _failed.add(job.token)  # rank 0 need not wait for ranks that have nothing to tell
+            work.wait()
+            self._release(job)
+            raise
+        self._flight = None
+        self._adopt(job)
 
     def finish(self, save_latest: bool) -> None:
-        """Write what :meth:`save` took, and commit it. Collective; fails on all ranks together."""
+        """Copy what :meth:`save` took, and have it written. Collective; fails on all ranks together."""
         info, pending, self._info, self._pending = self._info, self._pending, None, []
-        group, guard = RankGroup(dist.group.WORLD), self._guard
-        store = CheckpointStore(Path(info.save_dir))
-        self._readers.clear()
-        engine = self._engine()
+        group, guard, engine = RankGroup(dist.group.WORLD), self._guard, self._engine()
+        store = CheckpointStore(Path(info.save_dir).absolute(), self.hook, links=self._settings.links)
         factors = _whole_projectors(engine, guard)
-        kind, base_tag = self._base_for(store)
-        report = guard.run(
-            lambda: self._write(store, info.tag, group, pending, state_pieces(engine), base_tag, factors),
-            lambda: ([], {}),
+        rounded = _agree_on_rounded(engine, group, guard)
+        plan = guard.run(lambda: self._plan(StateMap(engine, rounded), pending), lambda: ([], [], {}))
+        kind, base = self._next_kind()
+        opened = guard.run(lambda: self._open_base(base, store, info.tag, group.rank, plan), lambda: None)
+        token = group.broadcast(torch.tensor([secrets.randbits(62)]), 0)
+        differs = base is not None and not _vote(group, guard, [opened is None])[0]
+        job = guard.run(
+            lambda: (
+                self._copy(store, info.tag, f"{int(token):016x}", group, plan, kind, opened, factors, save_latest)
+                if differs
+                else self._copy(store, info.tag, f"{int(token):016x}", group, plan, "full", None, factors, save_latest)
+            ),
+            lambda: None,
         )
-        _vote(group, guard)
-        reports: list[Any] = [None] * group.world_size
-        dist.all_gather_object(reports, report)
-        # Layouts may have changed on some rank: then this checkpoint is a full one after all.
-        full = any(len(files) == 1 for files, _ in reports)
-        if full and base_tag is not None and any(len(files) > 1 for files, _ in reports):
-            report = guard.run(
-                lambda: self._write(store, info.tag, group, pending, state_pieces(engine), None, {}), lambda: ([], {})
-            )
+        try:
             _vote(group, guard)
-            dist.all_gather_object(reports, report)
-        if full:
-            kind, base_tag = "full", None
-        anchor = info.tag if full or self._settings.mode == "incremental" else str(base_tag)
-        if group.rank == 0:
-            with guard:
-                states = {name: record for _, each in reports for name, record in each.items()}
-                files = [files for files, _ in reports]
-                metadata = {"step": engine.global_steps, "zero_stage": int(engine.zero_optimization_stage())}
-                store.commit(
-                    info.tag, files, base=base_tag, kind=kind, metadata=metadata, latest=save_latest, states=states
-                )
-                if self._settings.keep_last is not None:
-                    # The next difference is made against the anchor, which therefore stays a little longer.
-                    store.retain(keep_last=self._settings.keep_last, keep=lambda manifest: manifest.tag == anchor)
-        _vote(group, guard)
-        previous = self._last[2] if self._last is not None and not full else 0
-        self._last = (store.directory, anchor, previous + 1)
+        except BaseException:
+            if job is not None:
+                self._release(job)
+            raise
+        assert job is not None
+        if group.rank == 0 and self._last_dir not in (None, store.directory) and is_rotated(store.directory):
+            assert self._last_dir is not None
+            if kept_copy(self._last_dir).exists() and self._last_dir.exists():
+                _try_to_keep(self._last_dir)  # with what the trainer has written beside since
+        self._last_dir = store.directory
+        self._told = False
+        self._flight = job, Background(lambda: self._write(job), lambda ok: self._commit(job, ok))
+        if not self._settings.asynchronous:
+            self.wait()
 
-    def _base_for(self, store: CheckpointStore) -> tuple[str, str | None]:
+    def _next_kind(self) -> tuple[str, Base | None]:
         """Kind and base of the next checkpoint, decided alike on all ranks."""
-        last, mode = self._last, self._settings.mode
-        if mode == "full" or last is None or last[0] != store.directory or last[2] >= self._settings.full_every:
+        mode, base = self._settings.mode, self._base
+        if mode == "full" or base is None or base.saves >= self._settings.full_every:
             return "full", None
-        return mode, last[1]
+        return mode, base
 
-    def _write(
+    @staticmethod
+    def _plan(
+        known: StateMap, pending: list[tuple[str, Any, dict[str, Tensor]]]
+    ) -> tuple[list[Tensor], list[_Range], dict[str, str]]:
+        """The tensors to copy, the ranges of logical tensors in them, and the state files."""
+        tensors: list[Tensor] = []
+        ranges: list[_Range] = []
+        states: dict[str, str] = {}
+        seen: set[tuple[str, int]] = set()
+        for name, value, found in pending:
+            described = {}
+            for path, tensor in found.items():
+                pieces = known.pieces(path, tensor)
+                described[path] = describe(tensor, pieces)
+                scale = 1 if tensor.dtype in NAMES else tensor.element_size()
+                stored = [_Range(piece, len(tensors), scale) for piece in pieces if piece.stored]
+                stored = [each for each in stored if each.key not in seen]
+                seen.update(each.key for each in stored)
+                if stored:
+                    ranges += stored
+                    tensors.append(tensor)
+            states[name] = json.dumps({"format": FORMAT, "version": VERSION, "state": value, "tensors": described})
+        return tensors, ranges, states
+
+    @staticmethod
+    def _open_base(
+        base: Base | None, store: CheckpointStore, tag: str, rank: int, plan: tuple[Any, list[_Range], Any]
+    ) -> OpenBase | None:
+        """The base, if its files are there and this rank's hold the ranges that are to be written."""
+        if base is None:
+            return None
+        store.path(tag).mkdir(parents=True, exist_ok=True)
+        opened = base.open(rank, store.path(tag))
+        if opened is None:
+            return None
+        wanted = {(*each.key, each.key[1] + each.piece.numel * each.scale) for each in plan[1]}
+        return opened if wanted <= opened.held.keys() else None
+
+    def _copy(
         self,
         store: CheckpointStore,
         tag: str,
+        token: str,
         group: RankGroup,
-        pending: list[tuple[str, Any, dict[str, Tensor]]],
-        known: dict[int, list[Piece]],
-        base_tag: str | None,
-        factors: dict[str, np.ndarray[Any, Any]],
-    ) -> tuple[list[FileRecord], dict[str, FileRecord]]:
-        """Write this rank's files. With a base that does not fit, a full one."""
-        placed = [
-            (name, tensor, place(name, tensor, known)) for _, _, tensors in pending for name, tensor in tensors.items()
-        ]
-        base = self._usable_base(store, base_tag, group.rank, placed)
-
-        def shards() -> Any:
-            for _, tensor, pieces in placed:
-                flat = tensor.detach().reshape(-1)
-                for piece in pieces:
-                    if piece.stored:
-                        bits, dtype = to_bits(flat[piece.offset : piece.offset + piece.numel])
-                        scale = bits.size // piece.numel if piece.numel else 1
-                        shape = piece.shape if scale == 1 else (*piece.shape, scale)
-                        start = piece.start * scale
-                        yield Shard(
-                            piece.name, dtype, shape, start, bits, _reference(piece, bits, start, base, factors)
-                        )
-
-        files = store.write(
-            tag, group.rank, group.world_size, shards(), base=base, level=self._settings.compression.level
+        plan: tuple[list[Tensor], list[_Range], dict[str, str]],
+        kind: str,
+        base: OpenBase | None,
+        factors: Factors,
+        latest: bool,
+    ) -> _Job:
+        """Copy this rank's state, and have the base's files in the directory before anybody can remove them."""
+        tensors, ranges, states = plan
+        engine = self._engine()
+        store.path(tag).mkdir(parents=True, exist_ok=True)
+        linked = store.link(tag, group.rank, base.reader) if base is not None else []
+        saves = 1 if base is None else base.base.saves + 1
+        metadata = {
+            "step": engine.global_steps,
+            "zero_stage": int(engine.zero_optimization_stage()),
+            "optimizer": type(engine.basic_optimizer).__name__,
+            "saves": saves,
+        }
+        copies = self._buffers.copy(tensors)
+        return _Job(
+            store=store,
+            tag=tag,
+            token=token,
+            rank=group.rank,
+            world_size=group.world_size,
+            kind=kind,
+            base=base,
+            linked=linked,
+            copies=copies,
+            ranges=ranges,
+            factors=factors,
+            states=states,
+            metadata=metadata,
+            latest=latest,
         )
-        records = {}
-        for name, value, tensors in pending:
-            described = {
-                path: {
-                    "dtype": str(tensor.dtype).removeprefix("torch."),
-                    "shape": list(tensor.shape),
-                    "pieces": [[p.name, p.start, p.offset, p.numel] for p in place(path, tensor, known)],
-                }
-                for path, tensor in tensors.items()
-            }
-            text = json.dumps({"format": FORMAT, "version": VERSION, "state": value, "tensors": described})
-            records[name] = replace_file(store.path(tag) / name, [text.encode()])
-        return files, records
+
+    # ------------------------------------------------------------------ in the thread
+
+    def _write(self, job: _Job) -> None:
+        """Write this rank's files durably, and say so to rank 0."""
+        begin = time.monotonic()
+        self.hook("writing")
+        try:
+            files = job.store.write(
+                job.tag,
+                job.rank,
+                job.world_size,
+                self._shards(job),
+                linked=job.linked,
+                compressor=self._compressor,
+            )
+            states = {name: job.store.write_state(job.tag, name, text) for name, text in job.states.items()}
+            report = {"files": [asdict(each) for each in files], "states": {k: asdict(v) for k, v in states.items()}}
+            self._count(job, files[-1].bytes)
+        except BaseException as error:
+            _try_to_tell(job, {"error": f"{type(error).__name__}: {error}"})
+            raise
+        self.hook("telling")
+        replace_file(_done(job, job.rank), [json.dumps(report).encode()])
+        job.seconds = time.monotonic() - begin
+
+    def _shards(self, job: _Job) -> Iterator[Shard]:
+        from_disk = job.base is not None
+        for each in job.ranges:
+            piece = each.piece
+            flat = job.copies[each.copy][piece.offset : piece.offset + piece.numel]
+            lossy = self._settings.state_dtype if piece.moment and flat.dtype == torch.float32 else "exact"
+            if lossy == "bf16":
+                flat = flat.to(torch.bfloat16)
+            bits, dtype = to_bits(flat)
+            shape = piece.shape if each.scale == 1 else (*piece.shape, each.scale)
+            start = each.key[1]
+            int8 = "int8" if lossy == "int8" else None
+            if int8 is None:
+                job.written[piece.name, start] = bits
+            held = job.base.holds(piece.name, start, start + bits.size) if job.base is not None else None
+            if job.base is None or held is None or (held.dtype, held.shape) != (dtype, shape):
+                yield Shard(piece.name, dtype, shape, start, bits, lossy=int8)
+                continue
+            digest = digest_of(bits)
+            if digest == held.digest and int8 is None:
+                yield Shard(piece.name, dtype, shape, start, bits, unchanged=True, digest=digest)
+                continue
+            factor = None
+            if piece.name.endswith(f"/{MASTER}"):
+                factor = job.factors.get(piece.name.rpartition("/")[0])
+            # A moment gains next to nothing from its base: it is not read back from the disk for that.
+            reference = (
+                Reference()
+                if int8 is not None
+                else job.base.reference(held, shape, factor, from_disk=from_disk and not piece.moment)
+            )
+            digest_known = None if int8 is not None else digest
+            yield Shard(piece.name, dtype, shape, start, bits, reference, digest=digest_known, lossy=int8)
+
+    def _count(self, job: _Job, encoded: int) -> None:
+        """Remember the most host memory that saves have taken."""
+        factors = [*job.factors.values(), *(self._base.factors.values() if self._base is not None else ())]
+        used = self._buffers.nbytes + sum(each.nbytes for each in factors) + encoded  # the base is in the buffers
+        self.peak_host_bytes = max(self.peak_host_bytes, used)
+
+    def _commit(self, job: _Job, ok: bool) -> None:
+        """On rank 0: when all ranks have written, declare the checkpoint complete."""
+        if job.rank != 0 or not ok:
+            return
+        reports = [_await_report(job, rank) for rank in range(job.world_size)]
+        files = [[FileRecord(**each) for each in report["files"]] for report in reports]
+        states = {name: FileRecord(**each) for report in reports for name, each in report["states"].items()}
+        base = None if job.base is None else job.base.base.tag
+        job.store.commit(
+            job.tag, files, base=base, kind=job.kind, metadata=job.metadata, latest=job.latest, states=states
+        )
+        if is_rotated(job.store.directory):
+            _try_to_keep(job.store.directory)
+        if self._settings.keep_last is not None:
+            # The next difference is made against the anchor, which therefore stays a little longer.
+            anchor = base if job.kind == "differential" else job.tag
+            every = self._settings.keep_every
+
+            def keep(manifest: Manifest) -> bool:
+                step = manifest.metadata.get("step")
+                return manifest.tag == anchor or (every is not None and isinstance(step, int) and step % every == 0)
+
+            job.store.retain(keep_last=self._settings.keep_last, keep=keep)
+
+    # ------------------------------------------------------------------ after a save
+
+    def _adopt(self, job: _Job) -> None:
+        """Let a committed checkpoint be what the next one differs from, or remember that it holds the base's files."""
+        directory = job.store.path(job.tag)
+        places = [directory]
+        if is_rotated(job.store.directory):
+            places.insert(0, kept_copy(job.store.directory) / job.tag)
+        if self._settings.mode == "full":
+            self._release(job)
+            return
+        if job.kind == "differential" and job.base is not None:
+            self._base = job.base.base.after(*(Source(place, 1) for place in places))
+            self._release(job)
+            return
+        budget = self._settings.base_memory_gb * 1e9
+        arrays, factors = in_budget(job.written, job.factors, f"/{MASTER}", budget)
+        saves = int(job.metadata["saves"])
+        self._base = Base(job.tag, tuple(Source(place) for place in places), saves, arrays, factors)
+        in_use = {each.copy for each in job.ranges if each.key in arrays}
+        free = [copy for number, copy in enumerate(job.copies) if number not in in_use]
+        self._buffers.give_back([*free, *self._base_copies])
+        self._base_copies = [copy for number, copy in enumerate(job.copies) if number in in_use]
+
+    def _release(self, job: _Job) -> None:
+        self._buffers.give_back(job.copies)
+
+    # ------------------------------------------------------------------ loading
+
+    def prepare_load(self, load_dir: Any, tag: Any, arguments: Mapping[str, Any]) -> str | None:
+        """Read what this rank needs of one of our checkpoints, before DeepSpeed's first collective of a load.
+
+        Every rank reads files of its own, so one may find damage that the others do not see: all fail together, or,
+        with ``on_damage: previous``, all take the newest checkpoint in which nothing is wrong. Collective.
+
+        Returns
+        -------
+        str or None
+            The tag that is loaded; None leaves everything to DeepSpeed.
+
+        Raises
+        ------
+        ConfigError, CheckpointMismatchError
+            For a checkpoint of another ZeRO stage, model or optimizer.
+        NotCommittedError, FormatError, DamageError
+            If the checkpoint is not what was written; the message names the newest that is.
+        PeerError
+            If that is so on another rank.
+        """
+        self.wait()
+        self.end_load()
+        group = RankGroup(dist.group.WORLD)
+        store = CheckpointStore(Path(load_dir).absolute())
+        with group.together():
+            chosen = store.latest() if tag is None else str(tag)
+            ours = chosen is not None and self._is_ours(store, chosen)
+        if not _vote(group, Guard(), [ours])[0]:
+            return None
+        while True:
+            error: BaseException | None = None
+            try:
+                self._loading = PreparedLoad(store, str(chosen), self._engine(), arguments, group)
+            except Exception as caught:  # noqa: BLE001 - raised again by all ranks below
+                error = caught
+            wrong = [error is not None, isinstance(error, DamageError | FormatError | NotCommittedError)]
+            failed, damaged = _vote(group, Guard(), wrong)
+            if not failed:
+                break
+            self.end_load()
+            other = self._other_than(store, str(chosen), group) if damaged else None
+            if damaged and self._settings.on_damage == "previous" and other is not None and other[1] is not None:
+                if group.rank == 0:
+                    logger.warning("%s cannot be loaded: %s; loading %s", store.path(str(chosen)), error, other[0])
+                chosen = other[1]
+                continue
+            if error is not None and other is not None:
+                error.args = (f"{error}; {other[0]}",)
+            group.vote(torch.zeros(0, dtype=torch.uint8), error)
+        self._continue_from(store, str(chosen), group)
+        return str(chosen)
+
+    def run_load(self, load: Callable[..., Any], arguments: Mapping[str, Any], tag: str) -> Any:
+        """Have DeepSpeed load what :meth:`prepare_load` has read. Collective.
+
+        Parameters
+        ----------
+        load
+            DeepSpeed's ``load_checkpoint``.
+        arguments
+            Of it, by name.
+        tag
+            What :meth:`prepare_load` returned.
+        """
+        loading = self._loading
+        assert loading is not None
+        changed: dict[str, Any] = {"tag": tag}
+        engine, module_only = self._engine(), bool(arguments["load_module_only"])
+        stage3 = int(engine.zero_optimization_stage()) == 3
+        if stage3 and loading.weights_only:
+            # Told False, DeepSpeed would look for weights in its own format, in the newest checkpoint.
+            changed["load_optimizer_states"] = True
+        try:
+            result = load(**{**arguments, **changed})
+            if loading.weights_only and (module_only or not stage3):
+                loading.settle_weights(engine)
+        finally:
+            self.end_load()
+        return result
+
+    @property
+    def loads_weights_only(self) -> bool:
+        """Whether the load in progress is to leave the optimizer's state alone."""
+        return self._loading is not None and self._loading.weights_only
+
+    def name_for_this_rank(self, found: list[str], load_dir: str, tag: str) -> list[str]:
+        """DeepSpeed's list of model state files, or the first rank's, where this rank did not save one."""
+        if found or self._loading is None:
+            return found
+        return sorted(str(path) for path in (Path(load_dir) / str(tag)).glob("*_model_states.pt"))[:1]
+
+    def end_load(self) -> None:
+        """Forget what was read for a load."""
+        self._loading = None
 
     @staticmethod
-    def _usable_base(
-        store: CheckpointStore, tag: str | None, rank: int, placed: list[tuple[str, Tensor, list[Piece]]]
-    ) -> CheckpointReader | None:
-        """The base, if it holds the ranges that are to be written."""
-        if tag is None:
-            return None
+    def _is_ours(store: CheckpointStore, tag: str) -> bool:
+        """Whether a checkpoint is of our format, finished or not; a missing one is left to DeepSpeed to tell."""
+        directory = store.path(tag)
+        if (directory / MANIFEST).exists():
+            return True
+        return directory.is_dir() and all(is_placeholder(path) for path in directory.glob("*_states.pt"))
+
+    @staticmethod
+    def _other_than(store: CheckpointStore, tag: str, group: RankGroup) -> tuple[str, str | None]:
+        """On all ranks: what else could be loaded, in words; and its tag, if it is in the same save directory."""
+        found: list[Any] = [("no intact checkpoint is beside it", None)]
+        if group.rank == 0:
+            other = next((each for each in store.intact() if each != tag), None)
+            sibling = newest_intact_sibling(store.directory) if other is None else None
+            if other is not None:
+                found = [(f"the newest intact checkpoint is {store.path(other)}", other)]
+            elif sibling is not None:
+                found = [(f"the newest intact checkpoint is {sibling}", None)]
+        dist.broadcast_object_list(found, src=0)
+        words, name = found[0]
+        return words, name
+
+    def _continue_from(self, store: CheckpointStore, tag: str, group: RankGroup) -> None:
+        """Let the next checkpoint differ from what the loaded one differs from."""
+        manifest = store.open(tag).manifest
+        saves = manifest.metadata.get("saves")
+        self._buffers.give_back(self._base_copies)
+        self._base_copies, self._base = [], None
+        if (
+            not isinstance(saves, int)
+            or manifest.world_size != group.world_size
+            or manifest.kind
+            not in (
+                "full",
+                self._settings.mode,
+            )
+        ):
+            return
+        drop = 1 if manifest.kind == "differential" else 0
+        base_tag = str(manifest.base) if drop else tag
+        self._base = Base(base_tag, (Source(store.path(tag), drop),), saves)
+
+
+_failed: set[str] = set()  # saves that some rank could not write
+
+
+def _done(job: _Job, rank: int) -> Path:
+    """Where a rank says that its files are durable."""
+    return job.store.path(job.tag) / f".done-{job.token}-{rank:05}"
+
+
+def _try_to_keep(save_dir: Path) -> None:
+    try:
+        keep_copy(save_dir)
+    except OSError as error:
+        logger.warning(
+            "%s: could not be linked beside, in case it is removed before the next is durable: %s", save_dir, error
+        )
+
+
+def _try_to_tell(job: _Job, report: Mapping[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # the disk may be what failed: the next call tells
+        replace_file(_done(job, job.rank), [json.dumps(report).encode()])
+
+
+def _await_report(job: _Job, rank: int) -> Any:
+    """What another rank wrote, once it has."""
+    ending: float | None = None
+    while True:
         try:
-            reader = store.open(tag)
-        except (DamageError, FormatError, NotCommittedError):
-            return None
-        held = reader.ranges_of(rank)
-        wanted = {(p.name, p.start, p.start + p.numel) for _, _, pieces in placed for p in pieces if p.stored}
-        return reader if wanted <= held else None
+            report = json.loads(_done(job, rank).read_bytes())
+        except FileNotFoundError:
+            if job.token in _failed:
+                raise PeerError(f"{job.tag}: not committed, since another rank failed") from None
+            if not threading.main_thread().is_alive():  # nobody can tell any more that a rank has died
+                ending = ending if ending is not None else time.monotonic()
+                if time.monotonic() - ending > max(LAST_WAIT, LAST_WAIT_TIMES * job.seconds):
+                    raise PeerError(f"{job.tag}: not committed, since rank {rank} did not finish its part") from None
+            time.sleep(POLL)
+            continue
+        if "error" in report:
+            raise PeerError(f"rank {rank} failed, and {job.tag} is not committed: {report['error']}")
+        return report
 
 
-def _reference(
-    piece: Piece, bits: Any, start: int, base: CheckpointReader | None, factors: dict[str, np.ndarray[Any, Any]]
-) -> Reference:
-    if base is None:
-        return Reference()
-    old = base.bits(piece.name, start, start + bits.size)
-    parameter, _, key = piece.name.rpartition("/")
-    projector = f"{parameter}/projector"
-    if key != "fp32" or parameter not in factors or len(piece.shape) < 2 or projector not in base.tensors:
-        return Reference(old)
-    now, before = factors[parameter], base.matrix(projector)
-    named = {"projector": now} if np.array_equal(now, before) else {"projector": now, "base/projector": before}
-    return Reference(old, named, int(np.prod(piece.shape[1:])), start)
+def _agree_on_rounded(engine: Any, group: RankGroup, guard: Guard) -> frozenset[str]:
+    """Parameters whose weights all ranks find to be their masters, rounded. Collective under ZeRO 1 and 2."""
+    if int(engine.zero_optimization_stage()) not in (1, 2):
+        return frozenset()
+    nothing: list[tuple[str, bool]] = []
+    found = guard.run(lambda: list(rounded_weights(engine)), lambda: nothing)
+    _vote(group, guard)
+    differ = _vote(group, guard, [not exact for _, exact in found])
+    return frozenset(name for (name, _), differs in zip(found, differ, strict=True) if not differs)
 
 
-def _whole_projectors(engine: Any, guard: Guard) -> dict[str, np.ndarray[Any, Any]]:
+def _whole_projectors(engine: Any, guard: Guard) -> Factors:
     """By parameter, the right projectors, whole and in float32. Collective where they are sharded."""
     optimizer = engine.basic_optimizer
-    if not isinstance(optimizer, GaLoreAdamW):
-        return {}
-    found = {}
+    found: Factors = {}
+    if not isinstance(optimizer, GaLoreAdamW) or not hasattr(engine.optimizer, "fp32_partitioned_groups_flat"):
+        return found
     for flat in engine.optimizer.fp32_partitioned_groups_flat:
         plan = optimizer.plan_of(flat)
         for batch in plan.batches if plan is not None else ():
-            if batch.side is RIGHT and plan is not None:
+            if batch.side is RIGHT and plan is not None and batch.matrices[0].name in optimizer.state.get(flat, {}):
                 states = [optimizer.state[flat][matrix.name] for matrix in batch.matrices]
                 bases = RIGHT.load(batch.matrices, states, plan.group, guard, torch.float32)
                 with guard:
                     for matrix, basis in zip(batch.matrices, bases, strict=True):
-                        found[matrix.name] = basis.cpu().numpy()
+                        found[matrix.name] = basis.to("cpu", copy=True).numpy()
     return found
 
 
-def _vote(group: RankGroup, guard: Guard) -> None:
-    group.vote(torch.zeros(0, dtype=torch.uint8), guard.error)
+def _vote(group: RankGroup, guard: Guard, marks: list[bool] | None = None) -> list[bool]:
+    """The marks that any rank set; raises on all ranks where one of them failed."""
+    return [bool(mark) for mark in group.vote(torch.tensor(marks or [], dtype=torch.uint8), guard.error)]
 
 
 def _torch_bytes(state_dict: Any) -> list[bytes]:

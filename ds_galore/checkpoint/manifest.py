@@ -42,7 +42,7 @@ class Manifest:
     metadata
         The writer's own, JSON.
     states
-        The files of what is no tensor, by name.
+        The files of what is no tensor, by the name that DeepSpeed has for their content.
     """
 
     tag: str
@@ -118,7 +118,7 @@ class Manifest:
             raise DamageError(f"{path}: is damaged: its digest does not fit")
         try:
             files = tuple(tuple(_record(record) for record in rank) for rank in values["files"])
-            states = {record.name: record for record in map(_record, values["states"].values())}
+            states = {name: _record(record) for name, record in values["states"].items()}
             manifest = cls(
                 tag=values["tag"],
                 created=values["created"],

@@ -1,12 +1,12 @@
-"""From the tensors of a ZeRO-3 state to ranges of logical tensors, and back.
+"""From the tensors of a DeepSpeed engine's state to ranges of logical tensors, and back.
 
-Imports torch, NumPy and this package; reads attributes of DeepSpeed's objects through :mod:`ds_galore.zero.binding`.
+Imports torch, NumPy and this package; what it reads of DeepSpeed's objects comes from :mod:`ds_galore.zero.binding`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,23 @@ from ds_galore.checkpoint.codecs.base import Bits
 from ds_galore.checkpoint.errors import DamageError
 from ds_galore.optim.galore import GaLoreAdamW
 from ds_galore.optim.matrices import RIGHT, Matrix, Side
-from ds_galore.zero.binding import FlatBinding, bind_zero3, full_shape
+from ds_galore.zero.binding import FlatParts, flat_parts, full_shape
 
-__all__ = ["Piece", "assemble", "place", "state_pieces", "to_bits"]
+__all__ = [
+    "MASTER",
+    "WEIGHT",
+    "Piece",
+    "StateMap",
+    "assemble",
+    "describe",
+    "frozen_pieces",
+    "low_rank_pieces",
+    "rounded_weights",
+    "to_bits",
+]
+
+#: The last part of a logical tensor's name: fp32 master weights, and weights that have no master.
+MASTER, WEIGHT = "fp32", "weight"
 
 #: safetensors' names of torch's dtypes; others are stored as bytes.
 NAMES = {
@@ -35,6 +49,8 @@ NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_DTYPES = {name: dtype for dtype, name in NAMES.items()}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -51,6 +67,8 @@ class Piece:
         Where in this rank's tensor, and how long.
     stored
         Whether this rank writes it; of a replicated tensor one rank does.
+    moment
+        Whether it is an optimizer's moment, which may be stored in fewer bits by choice.
     """
 
     name: str
@@ -59,95 +77,158 @@ class Piece:
     offset: int
     numel: int
     stored: bool = True
+    moment: bool = False
 
 
 def to_bits(tensor: Tensor) -> tuple[Bits, str]:
-    """A tensor's bit patterns on the host, ``(numel,)``, a copy of its own; and the dtype's name."""
-    flat = tensor.detach().reshape(-1).to("cpu", copy=True).contiguous()
+    """The bit patterns of a contiguous tensor on the host, ``(numel,)``, sharing its memory; and the dtype's name."""
+    flat = tensor.detach().reshape(-1)
     name = NAMES.get(flat.dtype)
     if name is None:
         return flat.view(torch.uint8).numpy(), "U8"
-    width = flat.element_size()
-    signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
-    return flat.view(signed).numpy().view(f"u{width}"), name
+    return flat.view(_WORDS[flat.element_size()]).numpy().view(f"u{flat.element_size()}"), name
 
 
-def state_pieces(engine: Any) -> dict[int, list[Piece]]:
-    """By address, the tensors of a ZeRO-3 optimizer's state that consist of ranges of parameters' states."""
-    zero, optimizer = engine.optimizer, engine.basic_optimizer
-    found: dict[int, list[Piece]] = {}
-    parameters = [p for group in zero.fp16_groups for p in group]
-    for flat in zero.fp32_partitioned_groups_flat:
-        binding = bind_zero3(flat, parameters)
-        found[flat.data_ptr()] = _split(binding, "fp32")
-        state: Mapping[str, Any] = optimizer.state.get(flat, {})
-        if isinstance(optimizer, GaLoreAdamW):
-            _low_rank(optimizer, flat, state, found)
-            continue
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.numel() == flat.numel() and value.numel() > 1:
-                found[value.data_ptr()] = _split(binding, key)
-    found.pop(0, None)  # tensors without elements share that address
-    return found
+class StateMap:
+    """Knows of which logical tensors the tensors of an engine's state dicts are parts.
+
+    Parameters
+    ----------
+    engine
+        DeepSpeed's.
+    rounded
+        Names of parameters whose weights are their masters, rounded: see :func:`rounded_weights`.
+    """
+
+    def __init__(self, engine: Any, rounded: frozenset[str] = frozenset()) -> None:
+        self._by_name = {name: parameter for parameter, name in engine.param_names.items()}
+        self._by_address: dict[tuple[int, torch.dtype], list[Piece]] = {}
+        optimizer = engine.basic_optimizer
+        for flat in flat_parts(engine):
+            self._add(flat.tensor, _pieces(flat, MASTER))
+            state: Mapping[str, Any] = optimizer.state.get(flat.tensor, {})
+            if isinstance(optimizer, GaLoreAdamW):
+                for (name, key), (piece, _) in low_rank_pieces(optimizer, flat).items():
+                    if name in state:
+                        self._add(state[name][key], [piece])
+                continue
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.numel() == flat.tensor.numel() and value.dim() > 0:
+                    self._add(value, _pieces(flat, key, moment=True))
+        for parameter, name in engine.param_names.items():
+            if not hasattr(parameter, "ds_tensor"):  # whole on every rank
+                kind, stored = (MASTER, False) if name in rounded else (WEIGHT, True)
+                shape = tuple(parameter.shape)
+                self._add(parameter, [Piece(f"{name}/{kind}", shape, 0, 0, parameter.numel(), stored)])
+
+    def _add(self, tensor: Tensor, pieces: list[Piece]) -> None:
+        if tensor.numel():  # tensors without elements share an address
+            self._by_address[tensor.data_ptr(), tensor.dtype] = pieces
+
+    def pieces(self, path: str, tensor: Tensor) -> list[Piece]:
+        """The pieces of the tensor at a path of a state file; of one that is nobody's part, itself under its path."""
+        fragment = path.partition("/frozen_param_fragments/")[2]
+        frozen = self._frozen(fragment, tensor) if fragment else None
+        if frozen is not None:
+            return frozen
+        known = self._by_address.get((tensor.data_ptr(), tensor.dtype)) if tensor.numel() else None
+        if known is not None and max((p.offset + p.numel for p in known), default=0) <= tensor.numel():
+            return known
+        return [Piece(path, tuple(tensor.shape), 0, 0, tensor.numel())]
+
+    def _frozen(self, name: str, tensor: Tensor) -> list[Piece] | None:
+        """Of a frozen parameter: DeepSpeed stores a copy of this rank's partition, at stages below 3 of the whole."""
+        found = self._by_name.get(name)
+        return None if found is None else frozen_pieces(found, name, tensor.numel())
 
 
-def _split(binding: FlatBinding, key: str) -> list[Piece]:
-    pieces = []
-    for placement, name in zip(binding.placements, binding.names, strict=True):
-        start, stop = placement.ranges[binding.group.rank]
-        shape = full_shape(placement.parameter)
-        pieces.append(Piece(f"{name}/{key}", shape, start, placement.offset, stop - start))
-    return pieces
+def frozen_pieces(parameter: Tensor, name: str, numel: int) -> list[Piece]:
+    """What this rank's copy of a frozen parameter, or of its partition, consists of."""
+    shape = full_shape(parameter)
+    total = math.prod(shape)
+    if not hasattr(parameter, "ds_tensor"):
+        return [Piece(f"{name}/{WEIGHT}", shape, 0, 0, numel, stored=False)]  # the module's own, which is stored
+    first = min(numel * _partition_rank(parameter), total)
+    return [Piece(f"{name}/{WEIGHT}", shape, first, 0, min(first + numel, total) - first)]
 
 
-def _low_rank(optimizer: GaLoreAdamW, flat: Tensor, state: Mapping[str, Any], found: dict[int, list[Piece]]) -> None:
-    plan = optimizer.plan_of(flat)
+def _partition_rank(parameter: Any) -> int:
+    return int(torch.distributed.get_rank(parameter.ds_process_group))
+
+
+def _pieces(flat: FlatParts, kind: str, *, moment: bool = False) -> list[Piece]:
+    return [
+        Piece(f"{part.name}/{kind}", part.shape, part.start, part.offset, part.numel, moment=moment)
+        for part in flat.parts
+        if part.numel
+    ]
+
+
+def low_rank_pieces(optimizer: GaLoreAdamW, flat: FlatParts) -> dict[tuple[str, str], tuple[Piece, tuple[int, ...]]]:
+    """By parameter and key, what the tensors of our optimizer's state consist of, and their shapes on this rank."""
+    plan = optimizer.plan_of(flat.tensor, flat.group)
+    found: dict[tuple[str, str], tuple[Piece, tuple[int, ...]]] = {}
     if plan is None:
-        return
+        return found
+    parts = {part.name: part for part in flat.parts}
     for each in plan.plain:
-        layout = next(piece for piece in found[flat.data_ptr()] if piece.name == f"{each.name}/fp32")
+        part = parts[each.name]
         for key in ("exp_avg", "exp_avg_sq"):
-            if each.name in state:
-                piece = Piece(f"{each.name}/{key}", layout.shape, layout.start, 0, layout.numel)
-                found[state[each.name][key].data_ptr()] = [piece]
+            piece = Piece(f"{each.name}/{key}", part.shape, part.start, 0, part.numel, moment=True)
+            found[each.name, key] = piece, (part.numel,)
     for batch in plan.batches:
         for matrix in batch.matrices:
-            if matrix.name in state:
-                for key in ("exp_avg", "exp_avg_sq", "projector"):
-                    found[state[matrix.name][key].data_ptr()] = [_of_matrix(batch.side, matrix, key)]
+            for key in ("exp_avg", "exp_avg_sq", "projector"):
+                shape = batch.side.projector_shape(matrix) if key == "projector" else batch.side.moment_shape(matrix)
+                found[matrix.name, key] = _of_matrix(batch.side, matrix, key), shape
+    return found
 
 
 def _of_matrix(side: Side, matrix: Matrix, key: str) -> Piece:
     """Rows by which a matrix's moments and projectors are spread: those touched, equal parts, or all."""
     layout, rank = matrix.layout, matrix.rank
     rows, columns = layout.shape
-    name = f"{matrix.name}/{key}"
-    if (side is RIGHT) == (key != "projector"):  # the rows that this rank touches
+    name, moment = f"{matrix.name}/{key}", key != "projector"
+    if (side is RIGHT) == moment:  # the rows that this rank touches
         first = layout.local.first_row
-        return Piece(name, (rows, rank), first * rank, 0, layout.local.num_rows * rank)
+        return Piece(name, (rows, rank), first * rank, 0, layout.local.num_rows * rank, moment=moment)
     if side is RIGHT and not matrix.sharded:
         owner = matrix.index % layout.world_size
         return Piece(name, (columns, rank), 0, 0, columns * rank, stored=layout.rank == owner)
     count = -(-columns // layout.world_size)
     first = min(layout.rank * count, columns)
-    return Piece(name, (columns, rank), first * rank, 0, (min(first + count, columns) - first) * rank)
+    return Piece(name, (columns, rank), first * rank, 0, (min(first + count, columns) - first) * rank, moment=moment)
 
 
-def place(name: str, tensor: Tensor, known: Mapping[int, list[Piece]]) -> list[Piece]:
-    """The pieces of a tensor; of one that is nobody's part, itself under its own name."""
-    pieces = known.get(tensor.data_ptr()) if tensor.numel() else None
-    return pieces or [Piece(name, tuple(tensor.shape), 0, 0, tensor.numel())]
+def rounded_weights(engine: Any) -> Iterator[tuple[str, bool]]:
+    """By parameter, whether this rank's part of its weight is exactly its part of the master, rounded.
+
+    Only of parameters that are whole on every rank (ZeRO 1 and 2): where all ranks agree, the weight need not be
+    stored. The names and their order are the same on all ranks.
+    """
+    for flat in flat_parts(engine):
+        for part in flat.parts:
+            if hasattr(part.parameter, "ds_tensor"):
+                return
+            weight = part.parameter.detach().reshape(-1)[part.start : part.start + part.numel]
+            master = flat.tensor.detach()[part.offset : part.offset + part.numel]
+            yield part.name, bool(torch.equal(_words(weight), _words(master.to(weight.device, weight.dtype))))
 
 
-def assemble(description: Mapping[str, Any], bits: Callable[[str, int, int], Bits]) -> Tensor:
+def _words(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(_WORDS[tensor.element_size()])
+
+
+def assemble(description: Mapping[str, Any], read: Callable[[str, int, int], tuple[Bits, str]]) -> Tensor:
     """A tensor from its description in a state file.
 
     Parameters
     ----------
     description
         ``dtype``, ``shape`` and ``pieces``, ``[name, start, offset, numel]`` each. Elements of no piece are padding: 0.
-    bits
-        Gives a range ``[start, stop)`` of a logical tensor.
+    read
+        Gives a range ``[start, stop)`` of a logical tensor, and the name of its dtype. A floating-point tensor may be
+        described with another floating-point dtype than its logical tensor's: it is rounded, or widened.
 
     Raises
     ------
@@ -159,11 +240,31 @@ def assemble(description: Mapping[str, Any], bits: Callable[[str, int, int], Bit
         raise DamageError(f"a state file names the dtype {description['dtype']!r}")
     flat = torch.zeros(math.prod(shape), dtype=dtype)
     width = flat.element_size() if dtype in NAMES else 1
+    scale = flat.element_size() // width
     view = flat.view(torch.uint8).numpy().view(f"u{width}")
     for name, start, offset, numel in description["pieces"]:
-        scale = flat.element_size() // width
-        part = bits(name, start * scale, (start + numel) * scale)
-        if part.dtype.itemsize != width or (offset + numel) * scale > view.size:
+        if offset < 0 or numel < 0 or offset + numel > flat.numel():
             raise DamageError(f"a state file places {name} where it does not fit")
-        view[offset * scale : (offset + numel) * scale] = np.ascontiguousarray(part)
+        bits, found = read(name, start * scale, (start + numel) * scale)
+        source = _DTYPES.get(found)
+        if source is not None and source != dtype and source.is_floating_point and dtype.is_floating_point:
+            flat[offset : offset + numel] = _from_bits(bits, source).to(dtype)
+            continue
+        if bits.dtype.itemsize != width:
+            raise DamageError(f"a state file describes {name} as {dtype}, and it is stored as {found}")
+        view[offset * scale : (offset + numel) * scale] = bits
     return flat.view(shape)
+
+
+def _from_bits(bits: Bits, dtype: torch.dtype) -> Tensor:
+    signed = np.ascontiguousarray(bits).view(f"i{bits.dtype.itemsize}")
+    return torch.from_numpy(signed).view(dtype)
+
+
+def describe(tensor: Tensor, pieces: Sequence[Piece]) -> dict[str, Any]:
+    """What :func:`assemble` makes the tensor from."""
+    return {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "pieces": [[piece.name, piece.start, piece.offset, piece.numel] for piece in pieces],
+    }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,9 @@ class CheckpointReader:
     ----------
     directory
         Of the checkpoint.
+    drop
+        How many of each rank's newest files to leave out: 1 gives the base of a differential checkpoint, of which the
+        checkpoint's directory holds all tensors.
 
     Raises
     ------
@@ -56,9 +59,14 @@ class CheckpointReader:
         digests of decoded data when they are read, and digests of whole files by :meth:`verify`.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, drop: int = 0) -> None:
         self.directory = directory
         self.manifest = Manifest.read(directory)
+        if drop:
+            files = tuple(rank[: max(len(rank) - drop, 0)] for rank in self.manifest.files)
+            if not all(files):
+                raise DamageError(f"{directory}: is not the difference of {drop} files that it was")
+            self.manifest = replace(self.manifest, files=files, states={})
         for record in self._records():
             try:
                 found = (directory / record.name).stat().st_size
@@ -202,11 +210,11 @@ class CheckpointReader:
             raise CodecError(f"{tensor.name} has shape {tensor.shape}, and a factor is a matrix")
         return bits.astype(np.uint32, copy=False).view(np.float32).reshape(tensor.shape)
 
-    def ranges_of(self, rank: int) -> set[tuple[str, int, int]]:
-        """What a rank's newest file holds: names with their ranges; nothing of a rank that did not write."""
+    def held_by(self, rank: int) -> dict[tuple[str, int, int], Entry]:
+        """What a rank's newest file holds, by name and range; nothing of a rank that did not write."""
         if rank >= self.manifest.world_size:
-            return set()
-        return {(entry.name, entry.start, entry.stop) for entry in self._file(rank, 0).entries}
+            return {}
+        return {(entry.name, entry.start, entry.stop): entry for entry in self._file(rank, 0).entries}
 
     def matrix(self, name: str) -> npt.NDArray[np.float32]:
         """A logical matrix, stored in float32 or bfloat16, in float32.

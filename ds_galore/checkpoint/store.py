@@ -7,19 +7,25 @@ waits for whom is the caller's. Imports NumPy and its neighbours; neither torch 
 from __future__ import annotations
 
 import datetime
+import errno
+import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ds_galore.checkpoint.codecs import Reference, encode
+from ds_galore.checkpoint.codecs import CODECS, ZSTD, Compressor, Encoded, Reference, decode, encode
 from ds_galore.checkpoint.codecs.base import Bits
+from ds_galore.checkpoint.codecs.same import SameCodec
 from ds_galore.checkpoint.errors import DamageError, FormatError, NotCommittedError
 from ds_galore.checkpoint.files import (
     DTYPES,
+    FORMAT,
+    VERSION,
     Entry,
     FileRecord,
     digest_of,
@@ -35,8 +41,16 @@ from ds_galore.errors import ConfigError
 __all__ = ["CheckpointStore", "Shard"]
 
 LATEST = "latest"
+#: What stands in the files that DeepSpeed looks for by name. Written anew at each save, and always the same.
+PLACEHOLDER = (
+    json.dumps({"format": FORMAT, "version": VERSION, "state": "in the files that manifest.json names"}) + "\n"
+).encode()
 _REMOVED = ".removed-"
-_DATA = re.compile(r"rank-\d{5,}-of-\d{5,}\.(full|diff)(\.\d+)?\.safetensors")
+_SAID: set[str] = set()  # directories where a warning has been given
+logger = logging.getLogger(__name__)
+_OURS = re.compile(
+    r"rank-\d{5,}-of-\d{5,}\.(full|diff)(\.\d+)?\.safetensors|.*_states(\.\d+)?\.json|\.(writing|done)-.*"
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +68,12 @@ class Shard:
     reference
         What the range may be predicted from. It has to be what a reader will find: the same range in the newest file of
         the base, and the projectors of this checkpoint and the base.
+    unchanged
+        Whether the base is known to hold the very same range: then nothing of it is written, and ``digest`` is given.
+    digest
+        Of the bits, where it is known already.
+    lossy
+        Digits that may be lost by the user's choice: ``"int8"`` (blocks with a scale), or None.
     """
 
     name: str
@@ -62,6 +82,9 @@ class Shard:
     start: int
     bits: Bits
     reference: Reference = field(default_factory=Reference)
+    unchanged: bool = False
+    digest: str | None = None
+    lossy: str | None = None
 
 
 class CheckpointStore:
@@ -73,11 +96,16 @@ class CheckpointStore:
         The save directory; it is made when the first file is written.
     hook
         Called with the name of each point that a write passes, for tests that stop there.
+    links
+        ``"hardlink"``: files of a base are linked, and copied where that is impossible; ``"copy"``: always copied.
     """
 
-    def __init__(self, directory: Path, hook: Callable[[str], None] = lambda point: None) -> None:
+    def __init__(
+        self, directory: Path, hook: Callable[[str], None] = lambda point: None, *, links: str = "hardlink"
+    ) -> None:
         self.directory = directory
         self._hook = hook
+        self._links = links
 
     def path(self, tag: str) -> Path:
         """The directory of a checkpoint.
@@ -101,7 +129,8 @@ class CheckpointStore:
         shards: Iterable[Shard],
         *,
         base: CheckpointReader | None = None,
-        level: int = 1,
+        linked: Sequence[FileRecord] | None = None,
+        compressor: Compressor = ZSTD,
     ) -> list[FileRecord]:
         """Write one rank's data file durably, and link what it builds on.
 
@@ -115,8 +144,10 @@ class CheckpointStore:
             What it holds; taken one by one, so that only one is in memory in encoded form beside those before it.
         base
             The checkpoint that the shards' references are from; None for a full checkpoint.
-        level
-            Of zstd.
+        linked
+            What :meth:`link` returned, where the base's files are in the directory already.
+        compressor
+            Of byte planes.
 
         Returns
         -------
@@ -127,51 +158,90 @@ class CheckpointStore:
         directory.mkdir(parents=True, exist_ok=True)
         encoded = []
         for shard in shards:
-            code = encode(shard.bits, shard.reference, floating=_floating(shard.dtype), level=level)
-            start, stop = shard.start, shard.start + shard.bits.size
             if shard.bits.dtype.itemsize != DTYPES[shard.dtype]:
                 raise ConfigError(f"{shard.name}: {shard.bits.dtype} elements cannot be stored as {shard.dtype}")
-            digest = digest_of(shard.bits)
+            code, kept = _encoded(shard, compressor)
+            digest = shard.digest if shard.digest is not None else digest_of(kept)
+            start, stop = shard.start, shard.start + shard.bits.size
             entry = Entry(shard.name, shard.dtype, shard.shape, start, stop, code.codec, code.params, (), digest)
             encoded.append((entry, code))
         self._hook("encoded")
-        older = self._link(base, rank, directory) if base is not None else []
+        older = list(linked) if linked is not None else [] if base is None else self.link(tag, rank, base)
         self._hook("linked")
-        kind = "full" if base is None else "diff"  # named after the links, whose names it must not take
-        path = self._free_name(directory, f"rank-{rank:05}-of-{world_size:05}.{kind}")
+        kind = "diff" if older else "full"  # named after the links, whose names it must not take
+        path = self._free_name(directory, f"rank-{rank:05}-of-{world_size:05}.{kind}", ".safetensors")
         record = write_data_file(path, encoded)
         self._hook("written")
         return [*older, record]
 
+    def write_state(self, tag: str, name: str, text: str) -> FileRecord:
+        """Write a state file durably, and a file of the name that DeepSpeed looks for, which says where to look.
+
+        Parameters
+        ----------
+        tag
+            Of the checkpoint.
+        name
+            DeepSpeed's name for it, such as ``mp_rank_00_model_states.pt``.
+        text
+            JSON.
+        """
+        directory = self.path(tag)
+        directory.mkdir(parents=True, exist_ok=True)
+        record = replace_file(self._free_name(directory, name.removesuffix(".pt"), ".json"), [text.encode()])
+        replace_file(directory / name, [PLACEHOLDER])
+        return record
+
     @staticmethod
-    def _free_name(directory: Path, stem: str) -> Path:
+    def _free_name(directory: Path, stem: str, suffix: str) -> Path:
         """A name that no earlier save of the tag uses: its files stay until the new manifest replaces theirs."""
         generation = 0
         while True:
-            path = directory / f"{stem}{f'.{generation}' if generation else ''}.safetensors"
+            path = directory / f"{stem}{f'.{generation}' if generation else ''}{suffix}"
             if not path.exists():
                 return path
             generation += 1
 
-    def _link(self, base: CheckpointReader, rank: int, directory: Path) -> list[FileRecord]:
-        """Have the files of a rank in the base in ``directory`` too."""
+    def link(self, tag: str, rank: int, base: CheckpointReader) -> list[FileRecord]:
+        """Have the files of a rank in the base in a checkpoint's directory too, durably.
+
+        Returns
+        -------
+        list of FileRecord
+            The files, the oldest first, under the names that they have there.
+
+        Raises
+        ------
+        DamageError
+            If a file had to be copied and is not what was written.
+        """
+        directory = self.path(tag)
+        directory.mkdir(parents=True, exist_ok=True)
         records = []
         for record in base.manifest.files[rank]:
             source, target = base.directory / record.name, directory / record.name
             if source.parent.resolve() != directory.resolve():
                 if target.exists() and file_digest(target) != record.digest:
-                    target = self._free_name(directory, record.name.removesuffix(".safetensors"))
+                    target = self._free_name(directory, record.name.removesuffix(".safetensors"), ".safetensors")
                 if not target.exists():
                     self._link_or_copy(source, target, record)
             records.append(replace(record, name=target.name))
         sync_directory(directory)
         return records
 
-    @staticmethod
-    def _link_or_copy(source: Path, target: Path, record: FileRecord) -> None:
+    def _link_or_copy(self, source: Path, target: Path, record: FileRecord) -> None:
         try:
+            if self._links == "copy":
+                raise OSError(errno.EPERM, "not wanted")
             os.link(source, target)
-        except OSError:  # another device, another user's file, a file system without links
+        except OSError as error:  # another device, another user's file, a file system without links
+            if self._links != "copy" and str(self.directory) not in _SAID:
+                _SAID.add(str(self.directory))
+                logger.warning(
+                    "%s: files of the base are copied into each checkpoint, since they cannot be linked: %s",
+                    self.directory,
+                    error.strerror,
+                )
             with source.open("rb") as file:
                 copied = replace_file(target, iter(lambda: file.read(2**22), b""), mode=0o444)
             if copied.digest != record.digest:
@@ -246,8 +316,9 @@ class CheckpointStore:
     def _sweep(directory: Path, manifest: Manifest) -> None:
         """Remove what an earlier or an interrupted save of the same tag left behind."""
         named = {record.name for rank in manifest.files for record in rank}
+        named |= {record.name for record in manifest.states.values()}
         for path in directory.iterdir():
-            if path.name.startswith(".writing-") or (_DATA.fullmatch(path.name) and path.name not in named):
+            if _OURS.fullmatch(path.name) and path.name not in named:
                 path.unlink(missing_ok=True)
 
     # ------------------------------------------------------------------ finding
@@ -278,13 +349,16 @@ class CheckpointStore:
 
     def newest_intact(self) -> str | None:
         """The newest checkpoint in which nothing is wrong, or None. Reads and decodes everything of those it tries."""
+        return next(self.intact(), None)
+
+    def intact(self) -> Iterator[str]:
+        """The checkpoints in which nothing is wrong, the newest first; each is read and decoded when its turn comes."""
         for tag in reversed(self.tags()):
             try:
                 if not self.open(tag).verify():
-                    return tag
+                    yield tag
             except (DamageError, FormatError, NotCommittedError):
                 continue
-        return None
 
     # ------------------------------------------------------------------ thinning out
 
@@ -339,6 +413,18 @@ class CheckpointStore:
                 self.remove(tag)
                 removed.append(tag)
         return removed
+
+
+def _encoded(shard: Shard, compressor: Compressor) -> tuple[Encoded, Bits]:
+    """A shard's encoding, and the bits that a reader will get: the shard's own but for what may be lost."""
+    if shard.unchanged:
+        return Encoded(SameCodec.id, {}, {}), shard.bits
+    floating = _floating(shard.dtype)
+    if shard.lossy is not None:
+        code = CODECS[shard.lossy].encode(shard.bits, Reference(), floating=floating, compressor=compressor)
+        if code is not None:
+            return code, decode(code, shard.bits.size, shard.bits.dtype.itemsize, Reference(), floating=floating)
+    return encode(shard.bits, shard.reference, floating=floating, compressor=compressor), shard.bits
 
 
 def _floating(dtype: str) -> bool:

@@ -169,9 +169,17 @@ class GaLoreAdamW(Optimizer):
                 plans.append(ParameterPlan(each.name, rows * columns, columns, each.rank, each.side.name))
         return plans
 
-    def plan_of(self, tensor: Tensor) -> FlatPlan | None:
-        """What a tensor that ``step()`` was given consists of; None before its first step."""
-        return self._plans.get(tensor)
+    def plan_of(self, tensor: Tensor, group: int | None = None) -> FlatPlan | None:
+        """What a tensor that ``step()`` is given consists of.
+
+        Parameters
+        ----------
+        tensor
+            The tensor.
+        group
+            Index of the parameter group that it belongs to; None gives None before the tensor's first step.
+        """
+        return self._plans.get(tensor) if group is None else self._plan(tensor, self.param_groups[group])
 
     @property
     def projector_bytes(self) -> int:

@@ -21,7 +21,7 @@ from ds_galore.errors import BindingError
 from ds_galore.zero.group import RankGroup
 from ds_galore.zero.layout import even_ranges
 
-__all__ = ["FlatBinding", "Placement", "bind_whole", "bind_zero3", "full_shape"]
+__all__ = ["FlatBinding", "FlatParts", "Part", "Placement", "bind_whole", "bind_zero3", "flat_parts", "full_shape"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +129,107 @@ def bind_zero3(flat: Tensor, parameters: Iterable[Parameter]) -> FlatBinding:
     if expected != flat.numel():
         raise BindingError(f"sub-group {index} holds {flat.numel()} elements where its parameters need {expected}")
     return FlatBinding(group, tuple(placements), tuple(names))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank's flat tensor holds of one parameter.
+
+    Parameters
+    ----------
+    parameter, name, shape
+        The model's own parameter; its name and whole shape.
+    start
+        Index among the parameter's elements, row-major, at which the part begins.
+    offset, numel
+        Where it lies in the flat tensor, and how many elements it has; 0 where the rank holds nothing of it.
+    """
+
+    parameter: Parameter
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class FlatParts:
+    """A flat tensor of fp32 master weights, as any ZeRO stage makes them.
+
+    Parameters
+    ----------
+    tensor
+        The flat tensor, which is also the key of its state in the optimizer.
+    group
+        Index of its parameter group.
+    parts
+        What it holds, in order; what is between and after them is padding.
+    """
+
+    tensor: Tensor
+    group: int
+    parts: tuple[Part, ...]
+
+
+def flat_parts(engine: Any) -> list[FlatParts]:
+    """The flat tensors of a DeepSpeed engine's ZeRO optimizer on this rank; none without ZeRO.
+
+    Unlike a :class:`FlatBinding`, they tell what this rank holds, and nothing of the others.
+
+    Raises
+    ------
+    BindingError
+        If the optimizer lays out its partitions in a way that is not known here.
+    """
+    zero = engine.optimizer
+    if hasattr(zero, "fp32_partitioned_groups_flat"):
+        return [_stage3_parts(zero, index) for index in range(len(zero.fp32_partitioned_groups_flat))]
+    if hasattr(zero, "round_robin_bit16_offsets"):  # stages 1 and 2; with the order of round_robin_gradients
+        return [
+            _split_parts(
+                engine,
+                index,
+                flat,
+                zip(zero.round_robin_bit16_groups[index], zero.round_robin_bit16_offsets[index], strict=True),
+                RankGroup(zero.real_dp_process_group[index]).rank * flat.numel(),
+            )
+            for index, flat in enumerate(zero.single_partition_of_fp32_groups)
+        ]
+    if hasattr(zero, "fp32_groups_flat_partition"):  # BF16_Optimizer: stage 1 with fp32 accumulation
+        found = []
+        for index, flat in enumerate(zero.fp32_groups_flat_partition):
+            offsets, offset = [], 0
+            for parameter in zero.bf16_groups[index]:
+                offsets.append((parameter, offset))
+                offset += parameter.numel()
+            rank = RankGroup(zero.real_dp_process_group[index]).rank
+            found.append(_split_parts(engine, index, flat, offsets, rank * flat.numel()))
+        return found
+    if engine.zero_optimization():
+        raise BindingError(f"{type(zero).__name__}: its partitions are laid out in a way that ds_galore does not know")
+    return []
+
+
+def _stage3_parts(zero: Any, index: int) -> FlatParts:
+    flat = zero.fp32_partitioned_groups_flat[index]
+    binding = bind_zero3(flat, zero.fp16_groups[index])
+    parts = []
+    for placement, name in zip(binding.placements, binding.names, strict=True):
+        start, stop = placement.ranges[binding.group.rank]
+        shape = full_shape(placement.parameter)
+        parts.append(Part(placement.parameter, str(name), shape, start, placement.offset, stop - start))
+    return FlatParts(flat, int(zero.sub_group_to_group_id[index]), tuple(parts))
+
+
+def _split_parts(
+    engine: Any, group: int, flat: Tensor, offsets: Iterable[tuple[Parameter, int]], begin: int
+) -> FlatParts:
+    """Parameters that lie in sequence in a group, of which the flat tensor is the range from ``begin`` on."""
+    parts = []
+    for parameter, offset in offsets:
+        start = min(max(begin - offset, 0), parameter.numel())
+        stop = min(max(begin + flat.numel() - offset, start), parameter.numel())
+        place = offset + start - begin if stop > start else 0
+        parts.append(Part(parameter, engine.param_names[parameter], tuple(parameter.shape), start, place, stop - start))
+    return FlatParts(flat, group, tuple(parts))

@@ -17,13 +17,14 @@ import zstandard
 from ds_galore.errors import DsGaloreError
 
 __all__ = [
+    "ZSTD",
     "Bits",
     "Bytes",
     "Codec",
     "CodecError",
+    "Compressor",
     "Encoded",
     "Reference",
-    "compress",
     "decompress",
     "from_planes",
     "planes",
@@ -94,7 +95,7 @@ class Codec(Protocol):
 
     id: str
 
-    def encode(self, bits: Bits, reference: Reference, *, floating: bool, level: int) -> Encoded | None:
+    def encode(self, bits: Bits, reference: Reference, *, floating: bool, compressor: Compressor) -> Encoded | None:
         """Encode, or None where this codec does not apply.
 
         Parameters
@@ -105,8 +106,8 @@ class Codec(Protocol):
             What it may be predicted from.
         floating
             Whether the patterns are of IEEE floating-point numbers (bfloat16 included).
-        level
-            Of zstd.
+        compressor
+            Of byte planes.
         """
 
     def decode(self, encoded: Encoded, numel: int, itemsize: int, reference: Reference, *, floating: bool) -> Bits:
@@ -119,13 +120,55 @@ class Codec(Protocol):
         """
 
 
-def compress(data: Bytes, level: int) -> Bytes:
-    """A zstd frame with its content size and checksum; the GIL is released meanwhile."""
-    compressor = zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True)
-    return np.frombuffer(compressor.compress(data.data), dtype=np.uint8)
+@dataclass(frozen=True)
+class Compressor:
+    """What compresses byte planes.
+
+    Parameters
+    ----------
+    name
+        ``"zstd"``, or ``"lz4"``, which needs the package lz4: faster, and larger.
+    level
+        Its level.
+    """
+
+    name: str = "zstd"
+    level: int = 1
+
+    @property
+    def mark(self) -> str:
+        """What names of parts that it made end in."""
+        return "z" if self.name == "zstd" else "l"
+
+    def compress(self, data: Bytes) -> Bytes:
+        """A frame with its content size and checksum; the GIL is released meanwhile."""
+        if self.name == "lz4":
+            level = {"compression_level": self.level - 1, "content_checksum": True, "store_size": True}
+            return np.frombuffer(lz4_frame().compress(data.data, **level), dtype=np.uint8)
+        compressor = zstandard.ZstdCompressor(level=self.level, write_checksum=True, write_content_size=True)
+        return np.frombuffer(compressor.compress(data.data), dtype=np.uint8)
 
 
-def decompress(frame: Bytes, nbytes: int) -> Bytes:
+#: Level 1 was as good as 3 on byte planes.
+ZSTD = Compressor()
+
+
+def lz4_frame() -> Any:
+    """The module ``lz4.frame``.
+
+    Raises
+    ------
+    CodecError
+        If the package lz4 is not installed.
+    """
+    try:
+        import lz4.frame
+    except ImportError:
+        raise CodecError("the package lz4 is needed, and not installed: pip install lz4") from None
+    return lz4.frame
+
+
+def decompress(frame: Bytes, nbytes: int, mark: str = "z") -> Bytes:
     """The ``nbytes`` that a frame holds; its claim is checked before anything is allocated.
 
     Raises
@@ -133,6 +176,8 @@ def decompress(frame: Bytes, nbytes: int) -> Bytes:
     CodecError
         If it is no intact frame of that size.
     """
+    if mark == "l":
+        return _decompress_lz4(frame, nbytes)
     try:
         claimed = zstandard.frame_content_size(frame.data)
         if claimed != nbytes or nbytes > MAX_PART:
@@ -145,11 +190,26 @@ def decompress(frame: Bytes, nbytes: int) -> Bytes:
     return np.frombuffer(data, dtype=np.uint8)
 
 
-def planes(values: Bits, level: int, prefix: str = "") -> dict[str, Bytes]:
+def _decompress_lz4(frame: Bytes, nbytes: int) -> Bytes:
+    lz4 = lz4_frame()
+    try:
+        claimed = lz4.get_frame_info(frame.data)["content_size"]
+        if claimed != nbytes or nbytes > MAX_PART:
+            raise CodecError(f"a compressed part claims {claimed} bytes where {nbytes} belong")
+        decompressor = lz4.LZ4FrameDecompressor()
+        data = decompressor.decompress(frame.data, max_length=nbytes + 1)  # one more, to come to the checksum
+    except RuntimeError as error:
+        raise CodecError(f"a compressed part is damaged: {error}") from None
+    if len(data) != nbytes or not decompressor.eof or decompressor.unused_data:
+        raise CodecError(f"a compressed part holds other than the {nbytes} bytes that belong there")
+    return np.frombuffer(data, dtype=np.uint8)
+
+
+def planes(values: Bits, compressor: Compressor, prefix: str = "") -> dict[str, Bytes]:
     """Byte planes of integers, each compressed where that helps, by part name.
 
-    Plane ``0`` is the least significant. A name ends in ``z`` for a zstd frame and in ``r`` for raw bytes; a plane of
-    zeros is left out.
+    Plane ``0`` is the least significant. A name ends in ``z`` for a zstd frame, in ``l`` for an lz4 frame and in ``r``
+    for raw bytes; a plane of zeros is left out.
     """
     little = values.astype(values.dtype.newbyteorder("<"), copy=False)
     rows = little.view(np.uint8).reshape(-1, values.dtype.itemsize)
@@ -158,9 +218,9 @@ def planes(values: Bits, level: int, prefix: str = "") -> dict[str, Bytes]:
         data = np.ascontiguousarray(rows[:, plane])
         if not data.any():
             continue
-        frame = compress(data, level)
+        frame = compressor.compress(data)
         smaller = frame.nbytes < data.nbytes
-        parts[f"{prefix}{plane}{'z' if smaller else 'r'}"] = frame if smaller else data
+        parts[f"{prefix}{plane}{compressor.mark if smaller else 'r'}"] = frame if smaller else data
     return parts
 
 
@@ -176,12 +236,15 @@ def from_planes(parts: Mapping[str, Bytes], numel: int, itemsize: int, prefix: s
         raise CodecError(f"{numel} elements of {itemsize} bytes are more than a tensor can have")
     rows = np.zeros((numel, itemsize), dtype=np.uint8)
     for plane in range(itemsize):
-        frame, raw = parts.get(f"{prefix}{plane}z"), parts.get(f"{prefix}{plane}r")
-        if frame is not None and raw is not None:
+        found = [mark for mark in "zlr" if f"{prefix}{plane}{mark}" in parts]
+        if len(found) > 1:
             raise CodecError(f"plane {plane} is there twice")
-        if frame is not None:
-            rows[:, plane] = decompress(frame, numel)
-        elif raw is not None:
+        if not found:
+            continue
+        raw = parts[f"{prefix}{plane}{found[0]}"]
+        if found[0] != "r":
+            rows[:, plane] = decompress(raw, numel, found[0])
+        else:
             if raw.nbytes != numel:
                 raise CodecError(f"plane {plane} has {raw.nbytes} bytes where {numel} belong")
             rows[:, plane] = raw

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ds_galore.checkpoint.codecs.base import Bits, CodecError, Encoded, Reference, from_planes, planes
+from ds_galore.checkpoint.codecs.base import Bits, CodecError, Compressor, Encoded, Reference, from_planes, planes
 from ds_galore.checkpoint.codecs.planes import difference, ordered, restored, unordered
 
 __all__ = ["LowRankCodec"]
@@ -33,7 +33,7 @@ FACTOR_BITS = 22
 DECAY_BITS = 29
 EXACT = 2.0**53
 #: Elements that are in float64 at the same time: bounds the memory, not the result.
-CHUNK = 2**20
+CHUNK = 2**17
 
 
 class LowRankCodec:
@@ -41,7 +41,7 @@ class LowRankCodec:
 
     id = "lowrank"
 
-    def encode(self, bits: Bits, reference: Reference, *, floating: bool, level: int) -> Encoded | None:
+    def encode(self, bits: Bits, reference: Reference, *, floating: bool, compressor: Compressor) -> Encoded | None:
         """Applies to float32 with a base and factors of fitting shapes, where the exactness bound holds."""
         if not floating or bits.dtype.itemsize != 4 or reference.base is None or not reference.factors or not bits.size:
             return None
@@ -52,16 +52,17 @@ class LowRankCodec:
         integers = _integers(span)
         if integers is None:
             return None
-        decay = _estimate_decay(bits, reference, span)
-        coefficients, exponents = _coefficients(bits, reference, span, decay)
+        solve = _solver(span)
+        decay = _estimate_decay(bits, reference, span, solve)
+        coefficients, exponents = _coefficients(bits, reference, solve, decay)
         if not _is_exact(coefficients, integers):
             return None
         prediction = _predict(coefficients, exponents, integers, decay, reference)
         order = _by_exponent(prediction)
         residual = difference(ordered(bits, floating=True), ordered(prediction, floating=True))[order]
-        parts = planes(residual, level)
-        parts.update(planes(_zigzag(coefficients.reshape(-1).astype(np.int32)), level, "c"))
-        parts.update(planes(_zigzag(exponents.astype(np.int16)), level, "e"))
+        parts = planes(residual, compressor)
+        parts.update(planes(_zigzag(coefficients.reshape(-1).astype(np.int32)), compressor, "c"))
+        parts.update(planes(_zigzag(exponents.astype(np.int16)), compressor, "e"))
         return Encoded(self.id, {"factors": names, "decay": decay, "rank": span.shape[1]}, parts)
 
     def decode(self, encoded: Encoded, numel: int, itemsize: int, reference: Reference, *, floating: bool) -> Bits:
@@ -142,18 +143,17 @@ def _wide(bits: Bits) -> Float64:
     return np.where(usable, bits, np.uint32(0)).view(np.float32).astype(np.float64)
 
 
-def _estimate_decay(bits: Bits, reference: Reference, span: Float64) -> int:
+def _estimate_decay(bits: Bits, reference: Reference, span: Float64, solve: Float64) -> int:
     """The factor of the base outside the span, in units of ``2^-DECAY_BITS``, from some full rows."""
     assert reference.base is not None
     columns, lead = reference.columns, (-reference.start) % reference.columns
-    rows = min((bits.size - lead) // columns, max(1, 2**18 // columns))
+    rows = min((bits.size - lead) // columns, max(1, 2**16 // columns))
     one: int = 2**DECAY_BITS
     if rows < 1 or span.shape[1] >= columns:
         return one
     chosen = slice(lead, lead + rows * columns)
-    orthonormal, _ = np.linalg.qr(span)
     new, old = (_wide(each[chosen]).reshape(rows, columns) for each in (bits, reference.base))
-    new, old = (each - (each @ orthonormal) @ orthonormal.T for each in (new, old))
+    new, old = (each - (each @ solve) @ span.T for each in (new, old))
     energy = (old * old).sum(axis=1)
     telling = energy > 0
     # The median over rows, so that a value of 3e38 somewhere spoils its row alone.
@@ -163,13 +163,26 @@ def _estimate_decay(bits: Bits, reference: Reference, span: Float64) -> int:
     return round(decay * one)
 
 
-def _coefficients(bits: Bits, reference: Reference, span: Float64, decay: int) -> tuple[Float64, npt.NDArray[np.int64]]:
+def _solver(span: Float64) -> Float64:
+    """The transposed pseudo-inverse of the span: ``C`` is the change times it.
+
+    Of one orthonormal projector it is, nearly, the projector itself, which is good enough: what ``C`` misses is in the
+    residual. Two projectors may overlap.
+    """
+    gram = span.T @ span
+    if np.abs(gram - np.eye(len(gram))).max(initial=0.0) < 1e-4:
+        return span
+    solved: Float64 = span @ np.linalg.pinv(gram, rcond=1e-12, hermitian=True)
+    return solved
+
+
+def _coefficients(
+    bits: Bits, reference: Reference, solve: Float64, decay: int
+) -> tuple[Float64, npt.NDArray[np.int64]]:
     """``C`` in integers, ``(rows, r)``, and the exponent of the unit of each row."""
     assert reference.base is not None
-    rows, rank = _rows(reference, bits.size), span.shape[1]
+    rows, rank = _rows(reference, bits.size), solve.shape[1]
     factor = np.ldexp(float(decay), -DECAY_BITS)
-    # The pseudo-inverse serves two projectors whose spans overlap; of one it is the projector itself.
-    solve = np.linalg.pinv(span).T
     coefficients, exponents = np.empty((rows, rank)), np.zeros(rows, dtype=np.int64)
     for held, elements, lead in _chunks(reference, bits.size):
         new, old = _wide(bits[elements]), _wide(reference.base[elements])
@@ -178,7 +191,7 @@ def _coefficients(bits: Bits, reference: Reference, span: Float64, decay: int) -
         largest = np.abs(exact).max(axis=1, initial=0.0)
         exponent = np.where(largest > 0, np.frexp(largest)[1] - (COEFFICIENT_BITS - 1), 0)
         exponent = np.clip(exponent, -400, 400)
-        coefficients[held] = np.rint(np.ldexp(exact, -exponent[:, None]))
+        coefficients[held] = np.rint(exact * np.ldexp(1.0, -exponent)[:, None])
         exponents[held] = exponent
     return coefficients, exponents
 
@@ -192,7 +205,8 @@ def _predict(
     prediction = np.empty(base.size, dtype=np.float32)
     for held, elements, lead in _chunks(reference, base.size):
         product = coefficients[held] @ integers.T
-        change = np.ldexp(product, (exponents[held] - FACTOR_BITS)[:, None]).reshape(-1)
+        product *= np.ldexp(1.0, exponents[held] - FACTOR_BITS)[:, None]  # exact: powers of two
+        change = product.reshape(-1)
         kept = factor * _wide(base[elements])
         value = kept + change[lead : lead + kept.size]
         magnitude = np.abs(value)

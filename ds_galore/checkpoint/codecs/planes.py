@@ -7,7 +7,7 @@ smaller than XOR on weights of consecutive checkpoints.
 
 from __future__ import annotations
 
-from ds_galore.checkpoint.codecs.base import Bits, CodecError, Encoded, Reference, from_planes, planes
+from ds_galore.checkpoint.codecs.base import Bits, CodecError, Compressor, Encoded, Reference, from_planes, planes
 
 __all__ = ["PlanesCodec", "difference", "ordered", "restored", "unordered"]
 
@@ -62,14 +62,14 @@ class PlanesCodec:
 
     id = "planes"
 
-    def encode(self, bits: Bits, reference: Reference, *, floating: bool, level: int) -> Encoded | None:
+    def encode(self, bits: Bits, reference: Reference, *, floating: bool, compressor: Compressor) -> Encoded | None:
         """Always applies."""
         base = reference.base
         if base is None:
             values = _rotated(bits) if floating else bits
         else:
             values = difference(ordered(bits, floating=floating), ordered(base, floating=floating))
-        return Encoded(self.id, {"base": base is not None}, planes(values, level))
+        return Encoded(self.id, {"base": base is not None}, planes(values, compressor))
 
     def decode(self, encoded: Encoded, numel: int, itemsize: int, reference: Reference, *, floating: bool) -> Bits:
         """As in :class:`~ds_galore.checkpoint.codecs.base.Codec`."""

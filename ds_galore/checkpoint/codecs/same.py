@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ds_galore.checkpoint.codecs.base import Bits, CodecError, Encoded, Reference
+from ds_galore.checkpoint.codecs.base import Bits, CodecError, Compressor, Encoded, Reference
 
 __all__ = ["SameCodec"]
 
@@ -14,7 +14,7 @@ class SameCodec:
 
     id = "same"
 
-    def encode(self, bits: Bits, reference: Reference, *, floating: bool, level: int) -> Encoded | None:
+    def encode(self, bits: Bits, reference: Reference, *, floating: bool, compressor: Compressor) -> Encoded | None:
         """Applies where every bit is equal."""
         same = reference.base is not None and np.array_equal(bits, reference.base)
         return Encoded(self.id, {}, {}) if same else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ds_galore.checkpoint.codecs.base import Bits, CodecError, Encoded, Reference
+from ds_galore.checkpoint.codecs.base import Bits, CodecError, Compressor, Encoded, Reference
 
 __all__ = ["StoreCodec"]
 
@@ -14,7 +14,7 @@ class StoreCodec:
 
     id = "store"
 
-    def encode(self, bits: Bits, reference: Reference, *, floating: bool, level: int) -> Encoded | None:
+    def encode(self, bits: Bits, reference: Reference, *, floating: bool, compressor: Compressor) -> Encoded | None:
         """Always applies."""
         return Encoded(self.id, {}, {"data": bits.astype(bits.dtype.newbyteorder("<"), copy=False).view(np.uint8)})
 

@@ -1,0 +1,248 @@
+"""Loading on another number of ranks, without the optimizer's state, of another model, and where something is damaged."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_galore.checkpoint.store import CheckpointStore
+from tests import jobs
+from tests.checkpoint.engines import ADAMW, BATCH, BF16, assert_same, contents, logical, make, save
+
+GALORE = jobs.galore(update_proj_gap=5)
+
+
+def write(directory: str, optimizer: dict[str, Any], extra: dict[str, Any]) -> list[float]:
+    """Save after 6 and 8 steps; the losses of the steps from 8 to 14."""
+    engine = make(optimizer, **extra)
+    data = jobs.batches(14, BATCH)
+    jobs.train(engine, data[:6])
+    save(engine, directory, "base")
+    jobs.train(engine, data[6:8])
+    save(engine, directory, "moved", consumed=8)
+    return jobs.train(engine, data[8:])
+
+
+def move(directory: str, target: str, optimizer: dict[str, Any], extra: dict[str, Any]) -> list[float]:
+    """Load, save what was loaded, and train on."""
+    engine = make(optimizer, **extra)
+    path, client = engine.load_checkpoint(directory, tag="moved")
+    assert path is not None
+    assert client["consumed"] == 8
+    assert engine.global_steps == 8
+    save(engine, target, "moved", consumed=8)
+    return jobs.train(engine, jobs.batches(14, BATCH)[8:])
+
+
+def moments(directory: str, optimizer: dict[str, Any], extra: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Masters and moments after a load, whole, by DeepSpeed's own functions."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    engine = make(optimizer, **extra)
+    engine.load_checkpoint(directory, tag="moved")
+    if engine.zero_optimization_stage() < 3:
+        engine.optimizer._lazy_init_hp_params_optimizer_state()  # else at the first step
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            found[f"{name}/fp32"] = safe_get_full_fp32_param(parameter).clone()
+            for key in ("exp_avg", "exp_avg_sq"):
+                found[f"{name}/{key}"] = safe_get_full_optimizer_state(parameter, key).clone()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "extra"),
+    [
+        (GALORE, {"zero": {"sub_group_size": 3000}}),
+        ({**GALORE, "params": {**GALORE["params"], "proj_type": "std"}}, {"special": True, **BF16}),
+        (ADAMW, {"zero": {"sub_group_size": 3000}, "special": True}),
+        (ADAMW, {"zero": {"stage": 2}, "special": True}),
+        (ADAMW, {"zero": {"stage": 2, "round_robin_gradients": True}}),
+        (ADAMW, {"zero": {"stage": 1}, **BF16}),
+        (ADAMW, {"zero": {"stage": 1}, **BF16, "data_types": {"grad_accum_dtype": "fp32"}}),
+    ],
+)
+def test_two_ranks_checkpoint_goes_on_with_one_three_and_four(pool, tmp_path, optimizer, extra):
+    expected = pool.run(2, write, str(tmp_path / "run"), optimizer, extra)[0]
+    saved = contents(tmp_path / "run" / "moved")
+    assert any(name.endswith("/exp_avg_sq") for name in saved)
+    tolerance = 2e-3 if "bf16" in extra else 1e-5
+    for ranks in (1, 3, 4):
+        losses = pool.run(ranks, move, str(tmp_path / "run"), str(tmp_path / str(ranks)), optimizer, extra)
+        assert all(each == losses[0] for each in losses)
+        assert max(abs(a - b) for a, b in zip(losses[0], expected, strict=True)) < tolerance
+        found = contents(tmp_path / str(ranks) / "moved")
+        assert found.keys() == saved.keys()
+        assert [name for name in saved if found[name] != saved[name]] == []
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeeds_own_functions_find_the_saved_masters_and_moments_on_other_ranks(pool, tmp_path, stage):
+    extra = {"zero": {"stage": stage}}
+    pool.run(2, write, str(tmp_path), ADAMW, extra)
+    expected = pool.run(2, moments, str(tmp_path), ADAMW, extra)[0]
+    saved = contents(tmp_path / "moved")
+    for ranks in (1, 3):
+        for found in pool.run(ranks, moments, str(tmp_path), ADAMW, extra):
+            assert_same(expected, found)
+    for name, tensor in expected.items():
+        assert tensor.numpy().tobytes() == saved[name][2], name
+
+
+def test_a_moved_run_can_be_moved_back_and_other_sub_groups_are_no_obstacle(pool, tmp_path):
+    pool.run(2, write, str(tmp_path / "2"), GALORE, {})
+    saved = contents(tmp_path / "2" / "moved")
+    pool.run(3, move, str(tmp_path / "2"), str(tmp_path / "3"), GALORE, {"zero": {"sub_group_size": 1000}})
+    pool.run(2, move, str(tmp_path / "3"), str(tmp_path / "back"), GALORE, {"zero": {"sub_group_size": 2000}})
+    assert contents(tmp_path / "back" / "moved") == saved
+
+
+def switch(directory: str, stage: int) -> tuple[list[float], Any]:
+    engine = make(ADAMW, zero={"stage": stage})
+    if not Path(directory).exists():
+        jobs.train(engine, jobs.batches(4, BATCH))
+        save(engine, directory, "a")
+    else:
+        engine.load_checkpoint(directory)
+    return jobs.train(engine, jobs.batches(8, BATCH)[4:]), logical(engine)
+
+
+def test_stages_one_and_two_load_each_others(pool, tmp_path):
+    for written, loaded in ((1, 2), (2, 1)):
+        directory = str(tmp_path / str(written))
+        expected = pool.run(2, switch, directory, written)
+        for (a, state), (b, other) in zip(expected, pool.run(2, switch, directory, loaded), strict=True):
+            assert a == b
+            assert_same(state, other)
+
+
+# ---------------------------------------------------------------------- weights alone
+
+
+def weights_only(directory: str, optimizer: dict[str, Any], extra: dict[str, Any], arguments: dict[str, Any]) -> None:
+    engine = make(optimizer, **extra)
+    fresh = logical(engine)
+    jobs.train(engine, jobs.batches(5, BATCH))
+    save(engine, directory, "a", note="mine")
+    saved = logical(engine)
+    jobs.train(engine, jobs.batches(2, BATCH, seed=9))
+    save(engine, directory, "later")  # what 'latest' names must not be taken instead
+    again = make(optimizer, **extra)
+    _, client = again.load_checkpoint(directory, tag="a", **arguments)
+    found = logical(again)
+    weights = {key for key in saved if "/state" not in key}
+    assert any(key.endswith("/fp32") for key in weights)
+    assert_same({key: saved[key] for key in weights}, {key: found[key] for key in weights})
+    assert {key for key in found if "/state" in key} == {key for key in fresh if "/state" in key}
+    module_only = arguments.get("load_module_only", False)
+    assert again.global_steps == (0 if module_only else 5)
+    assert client.get("note") == "mine"
+    assert again.lr_scheduler.last_batch_iteration == (-1 if module_only else 4) or again.global_steps in (0, 5)
+    losses = jobs.train(again, jobs.batches(6, BATCH, seed=3))
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("arguments", [{"load_optimizer_states": False}, {"load_module_only": True}], ids=str)
+@pytest.mark.parametrize(
+    ("optimizer", "extra"),
+    [
+        (GALORE, {"special": True}),
+        (ADAMW, BF16),
+        (ADAMW, {"zero": {"stage": 2}, "special": True, **BF16}),
+        (ADAMW, {"zero": {"stage": 1}}),
+        (GALORE, {"zero": {"stage3_param_persistence_threshold": 100}, **BF16}),
+    ],
+)
+def test_weights_alone_are_loaded_exactly(pool, tmp_path, optimizer, extra, arguments):
+    pool.run(2, weights_only, str(tmp_path), optimizer, extra, arguments)
+
+
+# ---------------------------------------------------------------------- what cannot be loaded
+
+
+def attempt(directory: str, optimizer: dict[str, Any], extra: dict[str, Any], **arguments: Any) -> str:
+    engine = make(optimizer, **extra)
+    try:
+        engine.load_checkpoint(directory, **arguments)
+    except Exception as error:  # noqa: BLE001 - reported
+        return f"{type(error).__name__}: {error}"
+    return f"loaded after {engine.global_steps} steps"
+
+
+def test_a_missing_rank_file_damage_and_an_unfinished_checkpoint_name_the_newest_intact_one(pool, tmp_path):
+    run = tmp_path / "run"
+    pool.run(2, write, str(run), GALORE, {})
+    newest = f"the newest intact checkpoint is {run / 'base'}"
+    for kind in ("missing", "short", "flipped", "unfinished", "missing state"):
+        shutil.rmtree(tmp_path / "broken", ignore_errors=True)
+        shutil.copytree(run, tmp_path / "broken")
+        tag = tmp_path / "broken" / "moved"
+        victim = next(tag.glob("rank-00001-*.diff.safetensors"))
+        if kind == "missing":
+            victim.unlink()
+        elif kind == "short":
+            data = victim.read_bytes()
+            victim.unlink()
+            victim.write_bytes(data[:-10])
+        elif kind == "flipped":
+            data = bytearray(victim.read_bytes())
+            data[-100] ^= 1
+            victim.unlink()
+            victim.write_bytes(data)
+        elif kind == "unfinished":
+            (tag / "manifest.json").unlink()
+        else:
+            (tag / "zero_pp_rank_1_mp_rank_00_optim_states.json").unlink()
+        newest = f"the newest intact checkpoint is {tmp_path / 'broken' / 'base'}"
+        for outcome in pool.run(2, attempt, str(tmp_path / "broken"), GALORE, {}, timeout=90):
+            assert newest in outcome, (kind, outcome)
+            assert outcome.startswith(("DamageError", "NotCommittedError", "PeerError")), (kind, outcome)
+        previous = {"checkpoint": {"on_damage": "previous"}}
+        outcomes = pool.run(2, attempt, str(tmp_path / "broken"), GALORE, previous, timeout=90)
+        assert outcomes == ["loaded after 6 steps"] * 2, kind
+
+
+def test_where_nothing_is_intact_the_error_says_so(pool, tmp_path):
+    pool.run(1, write, str(tmp_path), GALORE, {})
+    shutil.rmtree(tmp_path / "base")
+    next((tmp_path / "moved").glob("*.full.safetensors")).unlink()
+    for extra in ({}, {"checkpoint": {"on_damage": "previous"}}):
+        outcome = pool.run(1, attempt, str(tmp_path), GALORE, extra)[0]
+        assert outcome.startswith("DamageError: "), outcome
+        assert outcome.endswith("; no intact checkpoint is beside it"), outcome
+
+
+def other_model(directory: str, **model: Any) -> str:
+    from tests.checkpoint import engines
+
+    original = engines.jobs.tiny_llama
+    try:
+        engines.jobs.tiny_llama = lambda **_: original(**model)
+        return attempt(directory, GALORE, {})
+    finally:
+        engines.jobs.tiny_llama = original
+
+
+def test_another_stage_model_or_tag_is_refused_by_name_on_all_ranks(pool, tmp_path):
+    pool.run(2, write, str(tmp_path), GALORE, {})
+    for ranks in (2, 3):
+        for outcome in pool.run(ranks, attempt, str(tmp_path), ADAMW, {"zero": {"stage": 2}}):
+            assert outcome.startswith("ConfigError: "), outcome
+            assert "was saved under ZeRO stage 3, and zero_optimization.stage is 2" in outcome
+        for outcome in pool.run(ranks, other_model, str(tmp_path), layers=3):
+            assert outcome.startswith("CheckpointMismatchError: "), outcome
+            assert "model.layers.2" in outcome
+            assert "is not trained in the checkpoint, and trained by this engine" in outcome
+        for outcome in pool.run(ranks, other_model, str(tmp_path), hidden=48):
+            assert "has shape (64, 32) in the checkpoint, and (64, 48) in the model" in outcome
+        for outcome in pool.run(ranks, attempt, str(tmp_path), ADAMW, {}):
+            assert outcome.startswith("CheckpointMismatchError: "), outcome
+            assert "holds the state of GaLoreAdamW, and optimizer.type is AdamW" in outcome
+    assert pool.run(1, attempt, str(tmp_path / "nowhere"), GALORE, {})[0] == "loaded after 0 steps"
+    (tmp_path / "empty").mkdir()
+    assert "holds no finished checkpoint" in pool.run(1, attempt, str(tmp_path), GALORE, {}, tag="empty")[0]
