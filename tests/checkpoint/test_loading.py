@@ -1,4 +1,4 @@
-"""Loading on another number of ranks, without the optimizer's state, of another model, and where something is damaged."""
+"""Loading on another number of ranks, without optimizer states, of another model, and where something is damaged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from ds_galore.checkpoint.store import CheckpointStore
 from tests import jobs
 from tests.checkpoint.engines import ADAMW, BATCH, BF16, assert_same, contents, logical, make, save
 
