@@ -3,8 +3,8 @@
     deepspeed --num_accelerators 2 launch/train.py --config configs/zero3_galore.json --model tiny
 
 Everything that DeepSpeed takes from its configuration is taken from there; the arguments say what to train on what.
-Exit status: 0 done, 2 a mistake in the configuration or the arguments, 3 in data or model files, others as in
-``ds_galore/errors.py``.
+Exit status: 0 done, 2 a mistake in the configuration or the arguments, 3 in data or model files, 75 ended by SIGTERM or
+SIGUSR1 after a checkpoint was saved (``--resume auto`` goes on from it), others as in ``ds_galore/errors.py``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,16 @@ from ds_galore.zero.group import RankGroup
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from reporting import Metrics, Progress, show_memory
+from resuming import (
+    INTERRUPTED,
+    Interruption,
+    client_state,
+    find_checkpoint,
+    is_ours,
+    newest_intact,
+    seed_new_rank,
+    set_random_states,
+)
 from text_data import Corpus, SampleOrder, load_corpus
 
 MODELS = Path(__file__).resolve().parent.parent / "configs" / "models"
@@ -62,7 +72,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--log-every", type=_positive, default=20, help="steps between progress lines where there is no terminal")
     add("--save-every", type=int, default=0, help="steps between checkpoints; 0 for none")
     add("--output", default="runs/latest", metavar="DIR", help="where metrics.jsonl and checkpoints/ go")
-    add("--resume", nargs="?", const="latest", metavar="TAG", help="continue from a checkpoint under --output")
+    add(
+        "--resume",
+        nargs="?",
+        const="latest",
+        metavar="TAG",
+        help="continue from a checkpoint under --output: the latest, the one of this tag, or, with 'auto', the newest"
+        " one in which nothing is wrong, from the beginning where there is none",
+    )
     add("--seed", type=int, default=0, help="of the model's weights and the order of samples")
     add("--gradient-checkpointing", action="store_true", help="recompute activations in the backward pass")
     add("--debug", action="store_true", help="show tracebacks")
@@ -114,8 +131,8 @@ def read_config(arguments: argparse.Namespace) -> dict[str, Any]:
         },
     )
     stage = section(resolved, "zero_optimization").get("stage", 0)
-    if stage not in (0, 3):
-        raise ConfigError(f"zero_optimization.stage is {stage!r}: launch/train.py trains with stage 3 (or 0)")
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"zero_optimization.stage is {stage!r}: launch/train.py trains with stages 0 to 3")
     try:
         DeepSpeedConfig(resolved)
     except (AssertionError, ValueError, TypeError) as error:
@@ -228,14 +245,21 @@ class Trainer:
         self.micro = engine.train_micro_batch_size_per_gpu()
         self.accumulation = engine.gradient_accumulation_steps()
         self.order = SampleOrder(len(corpus.train), seed=arguments.seed)
+        self.group = RankGroup(dist.group.WORLD)
         self.output = Path(arguments.output)
         self.checkpoints = self.output / "checkpoints"
+        self.interruption = Interruption()
 
-    def run(self) -> None:
-        """Train, validate and save."""
+    def run(self) -> int:
+        """Train, validate and save; the exit status."""
+        if self.arguments.resume:
+            self.load(self.arguments.resume)
+        with self.interruption:
+            return self.loop()
+
+    def loop(self) -> int:
+        """Step by step, from where the engine stands; the exit status."""
         arguments, engine = self.arguments, self.engine
-        if arguments.resume:
-            self.load(arguments.resume)
         done = engine.global_steps
         tokens = self.micro * self.accumulation * self.world_size * arguments.seq_len
         progress = Progress(
@@ -245,7 +269,7 @@ class Trainer:
         validated = -1
         for step in range(done + 1, arguments.steps + 1):
             begin = time.monotonic()
-            loss = self.step()
+            loss, interrupted = self.step()
             seconds = time.monotonic() - begin
             memory = memory_in_use()
             speed = progress.update(step, loss, seconds=seconds, memory=memory)
@@ -260,31 +284,58 @@ class Trainer:
                 memory_bytes=memory,
             )
             if not math.isfinite(loss):
-                raise DsGaloreError(
-                    f"step {step}: the training loss is {loss}; lower the learning rate, or resume from a checkpoint"
-                )
+                self.fail(step, loss)
             if arguments.eval_every > 0 and step % arguments.eval_every == 0 and step != arguments.steps:
                 validated = step
                 self.report(step, progress, metrics)
-            if arguments.save_every > 0 and step % arguments.save_every == 0:
+            due = arguments.save_every > 0 and step % arguments.save_every == 0
+            if due or interrupted:
                 self.save(step)
+            if interrupted:
+                self.finish_saving()
+                progress.close()
+                metrics.close()
+                if self.rank == 0:
+                    saved = self.checkpoints / f"step-{step}"
+                    print(f"interrupted after step {step}; --resume auto goes on from {saved}", file=sys.stderr)
+                return INTERRUPTED
+        self.finish_saving()
         if validated != arguments.steps:
             self.report(arguments.steps, progress, metrics)
         progress.close()
         metrics.close()
+        return 0
 
-    def step(self) -> float:
-        """One optimizer step; the mean loss over the global batch."""
+    def fail(self, step: int, loss: float) -> None:
+        """End the run, and say where to go back to.
+
+        The loss is of the weights after ``step - 1``, so a checkpoint of that step may hold what made it.
+        """
+        self.finish_saving()
+        found: list[str | None] = [None]
+        if self.rank == 0:
+            found = [newest_intact(self.checkpoints, up_to_step=step - 2)]
+        dist.broadcast_object_list(found, src=0)
+        advice = (
+            f"go back with --resume {found[0]}, the newest intact checkpoint from before, and lower the learning rate"
+            if found[0] is not None
+            else "lower the learning rate; there is no intact checkpoint from before"
+        )
+        raise DsGaloreError(f"step {step}: the training loss is {loss}; {advice}")
+
+    def step(self) -> tuple[float, bool]:
+        """One optimizer step; the mean loss over the global batch, and whether some rank was asked to end."""
         indices = self.order.take(self.micro * self.accumulation * self.world_size)
-        total = torch.zeros((), device=self.engine.device)
+        total = torch.zeros(2, device=self.engine.device)
         for part in indices.view(self.accumulation, self.world_size, self.micro)[:, self.rank]:
             tokens = self.corpus.train[part].long().to(self.engine.device)
             loss = self.engine(input_ids=tokens, labels=tokens).loss
             self.engine.backward(loss)
             self.engine.step()
-            total += loss.detach().float() / self.accumulation
+            total[0] += loss.detach().float() / self.accumulation
+        total[1] = float(self.interruption.signal is not None)
         dist.all_reduce(total)
-        return float(total) / self.world_size
+        return float(total[0]) / self.world_size, bool(total[1] > 0)
 
     def validate(self) -> float:
         """The mean loss over the validation samples, in nats a token."""
@@ -312,32 +363,38 @@ class Trainer:
         metrics.write(step=step, validation_loss=loss)
 
     def save(self, step: int) -> None:
-        """Write a checkpoint with the position in the data."""
+        """Write a checkpoint with the position in the data and every rank's random states."""
         self.engine.save_checkpoint(
-            str(self.checkpoints), tag=f"step-{step}", client_state={"consumed": self.order.consumed}
+            str(self.checkpoints), tag=f"step-{step}", client_state=client_state(self.group, self.order.consumed)
         )
 
-    def load(self, tag: str) -> None:
+    def finish_saving(self) -> None:
+        """See the save in flight through, where DeepSpeed's checkpoint engine is ours."""
+        wait = getattr(self.engine.checkpoint_engine, "wait", None)
+        if wait is not None:
+            wait()
+
+    def load(self, wanted: str) -> None:
         """Continue from a checkpoint."""
-        group = RankGroup(dist.group.WORLD)
-        with group.together():
-            latest = self.checkpoints / "latest"
-            if tag == "latest":
-                if not latest.is_file():
-                    raise DataError(f"--resume: {self.checkpoints} holds no checkpoint (no file 'latest')")
-                tag = latest.read_text(encoding="utf-8").strip()
-            if not (self.checkpoints / tag).is_dir():
-                found = sorted(each.name for each in self.checkpoints.glob("*") if each.is_dir())
-                raise DataError(
-                    f"--resume {tag}: no such checkpoint; {self.checkpoints} holds {', '.join(found) or 'none'}"
-                )
+        tag = find_checkpoint(self.group, self.checkpoints, wanted)
+        if tag is None:
+            if self.rank == 0:
+                print(f"--resume auto: {self.checkpoints} holds no intact checkpoint; starting anew", file=sys.stderr)
+            return
+        with self.group.together():
             ranks = len(list((self.checkpoints / tag).glob("*_optim_states.pt")))  # none without ZeRO
-            if ranks and ranks != group.world_size:
+            if ranks and ranks != self.world_size and not is_ours(self.checkpoints, tag):
                 raise DataError(
-                    f"--resume {tag}: was saved by {ranks} ranks and cannot be loaded by {group.world_size}"
+                    f"--resume {tag}: was saved by {ranks} ranks and cannot be loaded by {self.world_size}; only"
+                    " ds_galore's checkpoints can"
                 )
         _, client = self.engine.load_checkpoint(str(self.checkpoints), tag=tag)
         self.order.consumed = client["consumed"]
+        states = client.get("random", {})
+        if self.rank in states:
+            set_random_states(states[self.rank])
+        else:
+            seed_new_rank(self.arguments.seed, self.rank, self.order.consumed)
         if self.rank == 0:
             print(f"resumed from {self.checkpoints / tag} after step {self.engine.global_steps}", file=sys.stderr)
 
@@ -379,6 +436,8 @@ def announce(engine: Any, corpus: Corpus, world_size: int) -> None:
         f" validation tokens from {corpus.source}",
         file=sys.stderr,
     )
+    if int(engine.zero_optimization_stage()) in (1, 2):
+        return  # the memory table knows stages 0 and 3
     optimizer = engine.basic_optimizer
     adamw = [ParameterPlan("", number) for number in numbers]
     plans = optimizer.parameter_plans() if isinstance(optimizer, ds_galore.GaLoreAdamW) else adamw
@@ -392,8 +451,8 @@ def announce(engine: Any, corpus: Corpus, world_size: int) -> None:
     show_memory(largest, plan_memory(adamw, **options), optimizer=type(optimizer).__name__, world_size=world_size)
 
 
-def train(arguments: argparse.Namespace, group: RankGroup) -> None:
-    """Everything after the ranks are connected."""
+def train(arguments: argparse.Namespace, group: RankGroup) -> int:
+    """Everything after the ranks are connected; the exit status."""
     with group.together():
         config = read_config(arguments)
         model_config, weights = load_model_config(arguments.model)
@@ -418,20 +477,19 @@ def train(arguments: argparse.Namespace, group: RankGroup) -> None:
     )
     if group.rank == 0:
         announce(engine, corpus, group.world_size)
-    Trainer(arguments, engine, corpus, metrics).run()
+    return Trainer(arguments, engine, corpus, metrics).run()
 
 
 def run(arguments: argparse.Namespace, group: RankGroup) -> int:
     """Train; turn a user's mistake into one message for the whole job, and one exit status."""
     try:
-        train(arguments, group)
+        return train(arguments, group)
     except DsGaloreError as error:
         if arguments.debug:
             raise
         if error.first_rank in (None, group.rank):  # where several fail alike, the first tells
             print(f"train.py: error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    return 0
 
 
 def main() -> int:

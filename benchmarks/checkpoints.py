@@ -1,0 +1,294 @@
+"""Checkpoints of a really trained model on two ranks: how large, how long training stands still, how much memory.
+
+    make bench-checkpoints                     # all of it; about an hour on 2 CPU cores
+    deepspeed --num_accelerators 2 benchmarks/checkpoints.py --row galore
+    deepspeed --num_accelerators 2 benchmarks/checkpoints.py --row stall
+
+A Llama of hidden 512, 8 layers, intermediate 1376 and byte vocabulary (25.6M parameters) is trained in fp32 under
+ZeRO-3 on the standard library's sources, 4 samples of 256 tokens a step, at a constant learning rate. Rows:
+
+galore      GaLoreAdamW, rank 128, no refresh between the base at step 200 and the difference at step 250
+staggered   the same with the shipped staggered refresh every 200 steps
+decay       as galore, with weight decay 0.1
+adamw       AdamW at its learning rate, 5e-4
+stall       time until ``save_checkpoint`` returns, ours and DeepSpeed's own in turn, and training speed with a save
+
+The size rows also compress the projected weights by zstd, byte planes, zipnn and z4ai, where those are installed
+(``pip install zipnn z4ai``). Sizes are of all files that a save writes; what it links is not counted. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "launch"))
+
+from text_data import SampleOrder, load_corpus  # noqa: E402
+
+import ds_galore  # noqa: E402
+
+MODEL = {
+    "vocab_size": 256,
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "use_cache": False,
+}
+GALORE = {"lr": 0.01, "rank": 128, "scale": 0.25, "update_proj_gap": 250, "stagger_refresh": False}
+ROWS: dict[str, dict[str, Any]] = {
+    "galore": {"type": "GaLoreAdamW", "params": GALORE},
+    "staggered": {"type": "GaLoreAdamW", "params": {**GALORE, "update_proj_gap": 200, "stagger_refresh": True}},
+    "decay": {"type": "GaLoreAdamW", "params": {**GALORE, "weight_decay": 0.1}},
+    "adamw": {"type": "AdamW", "params": {"lr": 5e-4, "torch_adam": True}},
+    "stall": {"type": "GaLoreAdamW", "params": GALORE},
+}
+
+
+class Run:
+    """A model in training."""
+
+    def __init__(self, row: str, micro: int) -> None:
+        import deepspeed
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**MODEL))
+        config = {
+            "train_micro_batch_size_per_gpu": micro,
+            "optimizer": ROWS[row],
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": 3, "sub_group_size": 100_000_000, "overlap_comm": False},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 10**9,
+            "ds_galore": {"checkpoint": {"mode": "differential"}},
+        }
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        self.corpus = load_corpus([], tokenizer=None, length=256)
+        self.order = SampleOrder(len(self.corpus.train), seed=0)
+        self.micro, self.rank, self.ranks = micro, dist.get_rank(), dist.get_world_size()
+
+    def train(self, steps: int) -> float:
+        """Seconds for a number of steps; the loss is reported every 25."""
+        begin = time.perf_counter()
+        for _ in range(steps):
+            chosen = self.order.take(self.micro * self.ranks)[self.rank * self.micro :][: self.micro]
+            tokens = self.corpus.train[chosen].long()
+            loss = self.engine(input_ids=tokens, labels=tokens).loss
+            self.engine.backward(loss)
+            self.engine.step()
+            if self.rank == 0 and self.engine.global_steps % 25 == 0:
+                print(f"step {self.engine.global_steps} loss {loss.item():.3f}", file=sys.stderr, flush=True)
+        dist.barrier()
+        return time.perf_counter() - begin
+
+    def save(self, directory: Path, tag: str) -> float:
+        """Save ours; seconds until the call returns."""
+        begin = time.perf_counter()
+        self.engine.save_checkpoint(str(directory), tag=tag)
+        return time.perf_counter() - begin
+
+    def save_native(self, directory: Path, tag: str) -> float:
+        """Save the same state by DeepSpeed's own engine; seconds until the call returns."""
+        from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+        ours, self.engine.checkpoint_engine = self.engine.checkpoint_engine, TorchCheckpointEngine(None)
+        begin = time.perf_counter()
+        try:
+            self.engine.save_checkpoint.__wrapped__(str(directory), tag=tag)
+            return time.perf_counter() - begin
+        finally:
+            self.engine.checkpoint_engine = ours
+
+
+def size_of(directory: Path, without: Path | None = None) -> int:
+    """Bytes of all files, but for those that are links to files of another directory."""
+    known = {path.stat().st_ino for path in without.rglob("*")} if without is not None else set()
+    files = [path.stat() for path in directory.rglob("*") if path.is_file()]
+    return sum(each.st_size for each in files if each.st_ino not in known)
+
+
+def sizes(run: Run, row: str, output: Path, steps: int, gap: int) -> dict[str, Any]:
+    """Train, save, train, save; sizes in bytes."""
+    run.train(steps)
+    run.save(output / "ours", "base")
+    run.engine.checkpoint_engine.wait()
+    run.train(gap)
+    run.save(output / "ours", "diff")
+    run.engine.checkpoint_engine.wait()
+    run.save_native(output / "native", "diff")
+    dist.barrier()
+    if run.rank:
+        return {}
+    full, diff = size_of(output / "ours" / "base"), size_of(output / "ours" / "diff", output / "ours" / "base")
+    native = size_of(output / "native" / "diff")
+    found: dict[str, Any] = {"row": row, "steps": steps, "gap": gap, "full": full, "difference": diff, "native": native}
+    found["of_native"] = native / diff
+    found["peak_host_bytes_of_rank_0"] = run.engine.checkpoint_engine.peak_host_bytes
+    parts = by_part(output / "ours" / "diff")
+    found["parts"] = parts
+    if row != "adamw":
+        found["projected_weights"] = compare(output / "ours")
+    return found
+
+
+def by_part(directory: Path) -> dict[str, dict[str, int]]:
+    """By what a tensor is: bytes of its elements, and bytes written."""
+    from ds_galore.checkpoint.reader import CheckpointReader
+
+    reader = CheckpointReader(directory)
+    found: dict[str, dict[str, int]] = {}
+    for rank in range(reader.manifest.world_size):
+        file = reader._file(rank, 0)
+        for index, entry in enumerate(file.entries):
+            kind = entry.name.rpartition("/")[2] if "_states.pt" not in entry.name else "other"
+            if kind == "fp32":
+                projected = f"{entry.name.rpartition('/')[0]}/projector" in reader.tensors
+                kind = "projected weights" if projected else "other weights"
+            each = found.setdefault(kind, {"elements": 0, "written": 0})
+            each["elements"] += entry.numel * entry.itemsize
+            each["written"] += file.encoded(index).nbytes
+    return found
+
+
+def compare(directory: Path) -> dict[str, Any]:
+    """What others make of the projected weights of both ranks: bytes."""
+    from ds_galore.checkpoint.codecs import CODECS, ZSTD, Reference
+    from ds_galore.checkpoint.reader import CheckpointReader
+
+    base, diff = (CheckpointReader(directory / tag) for tag in ("base", "diff"))
+    names = [name for name in diff.tensors if name.endswith("/fp32")]
+    names = [name for name in names if name.replace("/fp32", "/projector") in diff.tensors]
+    found: dict[str, float] = {}
+    ways: dict[str, Any] = {
+        "zstd -3": lambda now, old: len(_zstd(now)),
+        "byte planes": lambda now, old: _planes(CODECS, ZSTD, Reference, now, old),
+    }
+    try:
+        import zipnn
+
+        ways["zipnn"] = lambda now, old: len(
+            zipnn.ZipNN(input_format="byte", bytearray_dtype="float32").compress(bytearray(now.tobytes()))
+        )
+    except ImportError:
+        found["zipnn"] = float("nan")
+    try:
+        import z4ai
+
+        ways["z4ai"] = lambda now, old: len(z4ai.compress(now.tobytes(), dtype="fp32"))
+        ways["z4ai delta"] = lambda now, old: len(
+            z4ai.compress_delta(now.tobytes(), reference=old.tobytes(), dtype="fp32")
+        )
+    except ImportError:
+        found["z4ai"] = float("nan")
+    total = 0
+    seconds = dict.fromkeys(ways, 0.0)
+    for name in names:
+        now, old = diff.bits(name), base.bits(name)
+        total += now.nbytes
+        for way, size in ways.items():
+            begin = time.perf_counter()
+            found[way] = found.get(way, 0) + size(now, old)
+            seconds[way] += time.perf_counter() - begin
+    return {"float32": total, "sizes": found, "seconds": {way: round(each, 2) for way, each in seconds.items()}}
+
+
+def _zstd(now: np.ndarray[Any, Any]) -> bytes:
+    import zstandard
+
+    return zstandard.ZstdCompressor(level=3).compress(now.tobytes())
+
+
+def _planes(codecs: Any, compressor: Any, reference: Any, now: Any, old: Any) -> int:
+    encoded = codecs["planes"].encode(now, reference(old), floating=True, compressor=compressor)
+    return int(encoded.nbytes)
+
+
+def stall(run: Run, output: Path, repeats: int, steps: int) -> dict[str, Any]:
+    """Time until a save returns, alternating with DeepSpeed's own; training speed with and without a save."""
+    run.train(3)
+    ours, native = [], []
+    run.save(output / "ours", "warm")
+    run.engine.checkpoint_engine.wait()
+    for number in range(repeats):
+        run.train(1)
+        ours.append(run.save(output / "ours", f"save-{number}"))
+        run.engine.checkpoint_engine.wait()
+        native.append(run.save_native(output / "native", f"save-{number}"))
+        dist.barrier()
+        if run.rank == 0:
+            shutil.rmtree(output / "native")
+    without, during = [], []
+    for number in range(2):
+        without.append(run.train(steps))
+        begin = time.perf_counter()
+        run.train(steps // 2)
+        run.save(output / "ours", f"middle-{number}")
+        run.train(steps - steps // 2)
+        during.append(time.perf_counter() - begin)
+        run.engine.checkpoint_engine.wait()
+    if run.rank:
+        return {}
+    medians = statistics.median(ours), statistics.median(native)
+    found: dict[str, Any] = {"row": "stall", "ours_s": ours, "native_s": native, "medians_s": medians}
+    found["ours_of_native"] = medians[0] / medians[1]
+    found["seconds_without"], found["seconds_with"] = without, during
+    found["speed_with_a_save"] = sum(without) / sum(during)
+    found["peak_host_bytes_of_rank_0"] = run.engine.checkpoint_engine.peak_host_bytes
+    return found
+
+
+def main() -> None:
+    """One row."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--row", choices=sorted(ROWS), required=True)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--gap", type=int, default=50)
+    parser.add_argument("--micro", type=int, default=2, help="samples a rank and step")
+    parser.add_argument("--output", type=Path, default=Path("runs/bench-checkpoints"))
+    parser.add_argument("--results", type=Path, help="append the JSON line here")
+    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    import deepspeed
+
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("WORLD_SIZE", "1"))))
+    ds_galore.enable()
+    deepspeed.init_distributed("gloo" if not torch.accelerator.is_available() else None, verbose=False)
+    output = arguments.output / arguments.row
+    if dist.get_rank() == 0:
+        shutil.rmtree(output, ignore_errors=True)
+    dist.barrier()
+    run = Run(arguments.row, arguments.micro)
+    if arguments.row == "stall":
+        found = stall(run, output, 10, arguments.gap)
+    else:
+        found = sizes(run, arguments.row, output, arguments.steps, arguments.gap)
+    if dist.get_rank() == 0:
+        print(json.dumps(found, indent=1), flush=True)
+        if arguments.results:
+            with arguments.results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(found) + "\n")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
