@@ -19,7 +19,17 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["ds_galore", "ds_galore.*"]),
     package_data={"ds_galore": ["py.typed"]},
-    install_requires=["torch>=2.7", "numpy>=1.24", "pydantic>=2.5", "click>=8.1", "rich>=13", "zstandard>=0.22"],
+    install_requires=[
+        "torch>=2.7",
+        "numpy>=1.24",
+        "pydantic>=2.5",
+        "click>=8.1",
+        "rich>=13",
+        "zstandard>=0.22",
+        "safetensors>=0.4",
+        "ml_dtypes>=0.3",
+        "threadpoolctl>=3.0",
+    ],
     extras_require={
         "deepspeed": ["deepspeed>=0.19.8,<0.20"],
         "train": ["deepspeed>=0.19.8,<0.20", "transformers>=4.56", "accelerate>=1.1", "tqdm>=4.60"],

@@ -12,6 +12,7 @@ staggered   the same with the shipped staggered refresh every 200 steps
 decay       as galore, with weight decay 0.1
 adamw       AdamW at its learning rate, 5e-4
 stall       time until ``save_checkpoint`` returns, ours and DeepSpeed's own in turn, and training speed with a save
+stall-adamw the times until it returns, with AdamW's larger state
 
 The size rows also compress the projected weights by zstd, byte planes, zipnn and z4ai, where those are installed
 (``pip install zipnn z4ai``). Sizes are of all files that a save writes; what it links is not counted. Prints JSON.
@@ -57,18 +58,20 @@ ROWS: dict[str, dict[str, Any]] = {
     "decay": {"type": "GaLoreAdamW", "params": {**GALORE, "weight_decay": 0.1}},
     "adamw": {"type": "AdamW", "params": {"lr": 5e-4, "torch_adam": True}},
     "stall": {"type": "GaLoreAdamW", "params": GALORE},
+    "stall-adamw": {"type": "AdamW", "params": {"lr": 5e-4, "torch_adam": True}},
 }
 
 
 class Run:
     """A model in training."""
 
-    def __init__(self, row: str, micro: int) -> None:
+    def __init__(self, row: str, micro: int, hidden: int = 512) -> None:
         import deepspeed
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**MODEL))
+        shape = {**MODEL, "hidden_size": hidden, "intermediate_size": hidden * 43 // 16}
+        model = LlamaForCausalLM(LlamaConfig(**shape))
         config = {
             "train_micro_batch_size_per_gpu": micro,
             "optimizer": ROWS[row],
@@ -108,7 +111,7 @@ class Run:
         """Save the same state by DeepSpeed's own engine; seconds until the call returns."""
         from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
-        ours, self.engine.checkpoint_engine = self.engine.checkpoint_engine, TorchCheckpointEngine(None)
+        ours, self.engine.checkpoint_engine = self.engine.checkpoint_engine, TorchCheckpointEngine(self.engine._config)
         begin = time.perf_counter()
         try:
             self.engine.save_checkpoint.__wrapped__(str(directory), tag=tag)
@@ -220,7 +223,7 @@ def _planes(codecs: Any, compressor: Any, reference: Any, now: Any, old: Any) ->
     return int(encoded.nbytes)
 
 
-def stall(run: Run, output: Path, repeats: int, steps: int) -> dict[str, Any]:
+def stall(run: Run, row: str, hidden: int, output: Path, repeats: int, steps: int) -> dict[str, Any]:
     """Time until a save returns, alternating with DeepSpeed's own; training speed with and without a save."""
     run.train(3)
     ours, native = [], []
@@ -235,7 +238,7 @@ def stall(run: Run, output: Path, repeats: int, steps: int) -> dict[str, Any]:
         if run.rank == 0:
             shutil.rmtree(output / "native")
     without, during = [], []
-    for number in range(2):
+    for number in range(2 if steps else 0):
         without.append(run.train(steps))
         begin = time.perf_counter()
         run.train(steps // 2)
@@ -246,10 +249,12 @@ def stall(run: Run, output: Path, repeats: int, steps: int) -> dict[str, Any]:
     if run.rank:
         return {}
     medians = statistics.median(ours), statistics.median(native)
-    found: dict[str, Any] = {"row": "stall", "ours_s": ours, "native_s": native, "medians_s": medians}
+    found: dict[str, Any] = {"row": row, "hidden": hidden, "ours_s": ours, "native_s": native, "medians_s": medians}
     found["ours_of_native"] = medians[0] / medians[1]
     found["seconds_without"], found["seconds_with"] = without, during
-    found["speed_with_a_save"] = sum(without) / sum(during)
+    if during:
+        found["speed_with_a_save"] = sum(without) / sum(during)
+    found["bytes_a_rank_copies"] = run.engine.checkpoint_engine.last_copied_bytes
     found["peak_host_bytes_of_rank_0"] = run.engine.checkpoint_engine.peak_host_bytes
     return found
 
@@ -261,6 +266,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--gap", type=int, default=50)
     parser.add_argument("--micro", type=int, default=2, help="samples a rank and step")
+    parser.add_argument("--hidden", type=int, default=512, help="of the model, to see how times grow")
     parser.add_argument("--output", type=Path, default=Path("runs/bench-checkpoints"))
     parser.add_argument("--results", type=Path, help="append the JSON line here")
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
@@ -275,9 +281,10 @@ def main() -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(output, ignore_errors=True)
     dist.barrier()
-    run = Run(arguments.row, arguments.micro)
-    if arguments.row == "stall":
-        found = stall(run, output, 10, arguments.gap)
+    run = Run(arguments.row, arguments.micro, arguments.hidden)
+    if arguments.row.startswith("stall"):
+        steps = arguments.gap if arguments.row == "stall" else 0
+        found = stall(run, arguments.row, arguments.hidden, output, 10, steps)
     else:
         found = sizes(run, arguments.row, output, arguments.steps, arguments.gap)
     if dist.get_rank() == 0:

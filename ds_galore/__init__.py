@@ -18,6 +18,8 @@ _HOMES = {
     "PeerError": "ds_galore.errors",
     "check_deepspeed_config": "ds_galore.plugin",
     "enable": "ds_galore.plugin",
+    "load_state_dict": "ds_galore.tools.merge",
+    "merge_checkpoint": "ds_galore.tools.merge",
 }
 
 __all__ = [
@@ -31,6 +33,8 @@ __all__ = [
     "__version__",
     "check_deepspeed_config",
     "enable",
+    "load_state_dict",
+    "merge_checkpoint",
 ]
 
 if TYPE_CHECKING:
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     )
     from ds_galore.optim.galore import GaLoreAdamW
     from ds_galore.plugin import check_deepspeed_config, enable
+    from ds_galore.tools.merge import load_state_dict, merge_checkpoint
 
 
 def __getattr__(name: str) -> Any:

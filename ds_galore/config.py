@@ -417,6 +417,12 @@ def _check_checkpoint(config: Mapping[str, Any]) -> None:
             _refuse(f"zero_optimization.offload_{target}.device", device, "ds_galore.checkpoint does not support NVMe")
     if section(config, "checkpoint").get("writer"):
         _refuse("checkpoint.writer", section(config, "checkpoint")["writer"], "ds_galore.checkpoint is a writer itself")
+    if section(config, "checkpoint").get("use_node_local_storage"):
+        _refuse(
+            "checkpoint.use_node_local_storage",
+            True,
+            "ds_galore.checkpoint needs one directory that all ranks see, to commit what they wrote together",
+        )
     if section(config, "datastates_ckpt"):
         _refuse("datastates_ckpt", config["datastates_ckpt"], "ds_galore.checkpoint is a writer itself")
 

@@ -120,6 +120,11 @@ def _with_checkpoints(original: Callable[..., Any], engine: Any) -> Any:
     def load_zero_checkpoint(load_dir: Any, tag: Any, load_optimizer_states: bool = True) -> Any:
         return zero(load_dir, tag, load_optimizer_states=load_optimizer_states and not made.loads_weights_only)
 
+    @functools.wraps(engine._copy_recovery_script)
+    def copy_recovery_script(save_path: Any) -> None:
+        made.write_recovery_script(save_path)
+
+    engine._copy_recovery_script = copy_recovery_script
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
     engine._get_all_ckpt_names, engine._load_zero_checkpoint = get_all_ckpt_names, load_zero_checkpoint
     return None

@@ -49,7 +49,7 @@ class Base:
     tag
         Of the checkpoint.
     sources
-        Where its files may be, in the order in which they are tried; its own directory last.
+        Where its files may be, in the order in which they are tried; its own directory first.
     saves
         How many checkpoints have been written since the last full one, that one included.
     arrays
@@ -63,6 +63,7 @@ class Base:
     saves: int
     arrays: Mapping[tuple[str, int], Bits] = field(default_factory=dict)
     factors: Factors = field(default_factory=dict)
+    readers: dict[Source, CheckpointReader] = field(default_factory=dict, compare=False)
 
     def open(self, rank: int, near: Path) -> OpenBase | None:
         """The base for one rank, or None where its files are gone, damaged, or on another file system than ``near``."""
@@ -70,7 +71,9 @@ class Base:
             try:
                 if source.directory.stat().st_dev != near.stat().st_dev:
                     continue
-                reader = CheckpointReader(source.directory, drop=source.drop)
+                reader = self.readers.get(source)
+                if reader is None or not reader.is_there(rank):
+                    reader = self.readers[source] = CheckpointReader(source.directory, drop=source.drop)
                 return OpenBase(self, reader, reader.held_by(rank))
             except (DamageError, FormatError, NotCommittedError, OSError):
                 continue
@@ -78,7 +81,7 @@ class Base:
 
     def after(self, *sources: Source) -> Base:
         """The same base, once another difference to it has been written, which holds its files too."""
-        return replace(self, sources=(*sources, self.sources[-1]), saves=self.saves + 1)
+        return replace(self, sources=(self.sources[0], *sources), saves=self.saves + 1)
 
 
 @dataclass(frozen=True)

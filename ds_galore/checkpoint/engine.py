@@ -31,10 +31,11 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from ds_galore.checkpoint.base import Base, OpenBase, Source, in_budget
-from ds_galore.checkpoint.codecs import Compressor, Reference
+from ds_galore.checkpoint.codecs import Compressor
 from ds_galore.checkpoint.codecs.base import Bits
 from ds_galore.checkpoint.errors import DamageError, FormatError, NotCommittedError
 from ds_galore.checkpoint.files import FORMAT, VERSION, FileRecord, digest_of, replace_file
@@ -49,6 +50,7 @@ from ds_galore.config import CheckpointConfig
 from ds_galore.errors import ConfigError, PeerError
 from ds_galore.optim.galore import GaLoreAdamW
 from ds_galore.optim.matrices import RIGHT
+from ds_galore.tools.zero_to_fp32 import SCRIPT
 from ds_galore.zero.group import Guard, RankGroup
 
 __all__ = ["SaveEngine"]
@@ -56,6 +58,8 @@ __all__ = ["SaveEngine"]
 logger = logging.getLogger(__name__)
 
 Factors = dict[str, npt.NDArray[np.float32]]
+#: Ends of names of tensors that tell nothing about themselves some steps later: differences to them gain nothing.
+FIRST_MOMENTS = ("/exp_avg", "/momentum_buffer")
 #: Seconds between two looks for the other ranks' ``.done`` files.
 POLL = 0.05
 #: Once the interpreter is ending: how long rank 0 waits for the others, in seconds and in multiples of its own work.
@@ -91,7 +95,7 @@ class _Job:
     copies: list[Tensor]
     ranges: list[_Range]
     factors: Factors
-    states: dict[str, str]
+    states: dict[str, Any]
     metadata: dict[str, Any]
     latest: bool
     written: dict[tuple[str, int], Bits] = field(default_factory=dict)
@@ -122,8 +126,10 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         self._base_copies: list[Tensor] = []  # the memory of the base's arrays
         self._flight: tuple[_Job, Background] | None = None
         self._last_dir: Path | None = None
+        self._token, self._saves = "", 0
         self._told = False
         self.hook: Callable[[str], None] = lambda point: None  #: called at the points of a save, for tests
+        self.last_copied_bytes = 0  #: of this rank's state, by the last save
         self.peak_host_bytes = 0  #: the most that copies, base and encoded data have taken on this rank
 
     def attach(self, engine: Any) -> None:
@@ -208,7 +214,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         BaseException
             What this rank's part of it ran into.
         PeerError
-            If another rank failed. The checkpoint is then not committed, on no rank.
+            If another rank failed. ``latest`` then still names the checkpoint before.
         """
         if self._flight is None:
             return
@@ -238,24 +244,22 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         rounded = _agree_on_rounded(engine, group, guard)
         plan = guard.run(lambda: self._plan(StateMap(engine, rounded), pending), lambda: ([], [], {}))
         kind, base = self._next_kind()
+        if not self._token:  # agreed on once; with the number of the save it tells this attempt from any other
+            self._token = f"{int(group.broadcast(torch.tensor([secrets.randbits(62)]), 0)):016x}"
+        self._saves += 1
         opened = guard.run(lambda: self._open_base(base, store, info.tag, group.rank, plan), lambda: None)
-        token = group.broadcast(torch.tensor([secrets.randbits(62)]), 0)
-        differs = base is not None and not _vote(group, guard, [opened is None])[0]
         job = guard.run(
-            lambda: (
-                self._copy(store, info.tag, f"{int(token):016x}", group, plan, kind, opened, factors, save_latest)
-                if differs
-                else self._copy(store, info.tag, f"{int(token):016x}", group, plan, "full", None, factors, save_latest)
-            ),
-            lambda: None,
+            lambda: self._copy(store, info.tag, group, plan, kind, opened, factors, save_latest), lambda: None
         )
         try:
-            _vote(group, guard)
+            without_base = _vote(group, guard, [opened is None])[0]
         except BaseException:
             if job is not None:
                 self._release(job)
             raise
         assert job is not None
+        if without_base:  # of some rank: then of none
+            job.kind, job.base, job.linked, job.metadata["saves"] = "full", None, [], 1
         if group.rank == 0 and self._last_dir not in (None, store.directory) and is_rotated(store.directory):
             assert self._last_dir is not None
             if kept_copy(self._last_dir).exists() and self._last_dir.exists():
@@ -276,11 +280,11 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
     @staticmethod
     def _plan(
         known: StateMap, pending: list[tuple[str, Any, dict[str, Tensor]]]
-    ) -> tuple[list[Tensor], list[_Range], dict[str, str]]:
+    ) -> tuple[list[Tensor], list[_Range], dict[str, Any]]:
         """The tensors to copy, the ranges of logical tensors in them, and the state files."""
         tensors: list[Tensor] = []
         ranges: list[_Range] = []
-        states: dict[str, str] = {}
+        states: dict[str, Any] = {}
         seen: set[tuple[str, int]] = set()
         for name, value, found in pending:
             described = {}
@@ -294,7 +298,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
                 if stored:
                     ranges += stored
                     tensors.append(tensor)
-            states[name] = json.dumps({"format": FORMAT, "version": VERSION, "state": value, "tensors": described})
+            states[name] = {"format": FORMAT, "version": VERSION, "state": value, "tensors": described}
         return tensors, ranges, states
 
     @staticmethod
@@ -315,9 +319,8 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         self,
         store: CheckpointStore,
         tag: str,
-        token: str,
         group: RankGroup,
-        plan: tuple[list[Tensor], list[_Range], dict[str, str]],
+        plan: tuple[list[Tensor], list[_Range], dict[str, Any]],
         kind: str,
         base: OpenBase | None,
         factors: Factors,
@@ -336,10 +339,11 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             "saves": saves,
         }
         copies = self._buffers.copy(tensors)
+        self.last_copied_bytes = sum(each.nbytes for each in copies)
         return _Job(
             store=store,
             tag=tag,
-            token=token,
+            token=f"{self._token}-{self._saves}",
             rank=group.rank,
             world_size=group.world_size,
             kind=kind,
@@ -353,6 +357,11 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             latest=latest,
         )
 
+    def write_recovery_script(self, save_dir: str) -> None:
+        """Put the script that merges our checkpoints where DeepSpeed puts its own."""
+        with self._guard:
+            replace_file(Path(save_dir) / "zero_to_fp32.py", [SCRIPT.encode()], mode=0o755)
+
     # ------------------------------------------------------------------ in the thread
 
     def _write(self, job: _Job) -> None:
@@ -360,15 +369,17 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         begin = time.monotonic()
         self.hook("writing")
         try:
-            files = job.store.write(
-                job.tag,
-                job.rank,
-                job.world_size,
-                self._shards(job),
-                linked=job.linked,
-                compressor=self._compressor,
-            )
-            states = {name: job.store.write_state(job.tag, name, text) for name, text in job.states.items()}
+            # Not more: BLAS threads that wait for cores on which training runs took three times the time of one alone.
+            with threadpool_limits(1, user_api="blas"):
+                files = job.store.write(
+                    job.tag,
+                    job.rank,
+                    job.world_size,
+                    self._shards(job),
+                    linked=job.linked,
+                    compressor=self._compressor,
+                )
+            states = {name: job.store.write_state(job.tag, name, json.dumps(v)) for name, v in job.states.items()}
             report = {"files": [asdict(each) for each in files], "states": {k: asdict(v) for k, v in states.items()}}
             self._count(job, files[-1].bytes)
         except BaseException as error:
@@ -379,7 +390,6 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         job.seconds = time.monotonic() - begin
 
     def _shards(self, job: _Job) -> Iterator[Shard]:
-        from_disk = job.base is not None
         for each in job.ranges:
             piece = each.piece
             flat = job.copies[each.copy][piece.offset : piece.offset + piece.numel]
@@ -390,7 +400,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             shape = piece.shape if each.scale == 1 else (*piece.shape, each.scale)
             start = each.key[1]
             int8 = "int8" if lossy == "int8" else None
-            if int8 is None:
+            if lossy == "exact" and not piece.name.endswith(FIRST_MOMENTS):
                 job.written[piece.name, start] = bits
             held = job.base.holds(piece.name, start, start + bits.size) if job.base is not None else None
             if job.base is None or held is None or (held.dtype, held.shape) != (dtype, shape):
@@ -400,17 +410,16 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             if digest == held.digest and int8 is None:
                 yield Shard(piece.name, dtype, shape, start, bits, unchanged=True, digest=digest)
                 continue
+            if lossy != "exact" or piece.name.endswith(FIRST_MOMENTS):
+                known = digest if int8 is None else None  # of int8 the digest is that of what comes back
+                yield Shard(piece.name, dtype, shape, start, bits, digest=known, lossy=int8)
+                continue
             factor = None
             if piece.name.endswith(f"/{MASTER}"):
                 factor = job.factors.get(piece.name.rpartition("/")[0])
-            # A moment gains next to nothing from its base: it is not read back from the disk for that.
-            reference = (
-                Reference()
-                if int8 is not None
-                else job.base.reference(held, shape, factor, from_disk=from_disk and not piece.moment)
-            )
-            digest_known = None if int8 is not None else digest
-            yield Shard(piece.name, dtype, shape, start, bits, reference, digest=digest_known, lossy=int8)
+            # Second moments gain about 10% from their base: not enough to read it back from the disk for that.
+            reference = job.base.reference(held, shape, factor, from_disk=not piece.moment)
+            yield Shard(piece.name, dtype, shape, start, bits, reference, digest=digest)
 
     def _count(self, job: _Job, encoded: int) -> None:
         """Remember the most host memory that saves have taken."""
@@ -440,7 +449,10 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
                 step = manifest.metadata.get("step")
                 return manifest.tag == anchor or (every is not None and isinstance(step, int) and step % every == 0)
 
-            job.store.retain(keep_last=self._settings.keep_last, keep=keep)
+            try:
+                job.store.retain(keep_last=self._settings.keep_last, keep=keep)
+            except OSError as error:
+                logger.warning("%s: old checkpoints could not be removed: %s", job.store.directory, error)
 
     # ------------------------------------------------------------------ after a save
 
@@ -496,7 +508,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         group = RankGroup(dist.group.WORLD)
         store = CheckpointStore(Path(load_dir).absolute())
         with group.together():
-            chosen = store.latest() if tag is None else str(tag)
+            chosen = self._latest(store) if tag is None else str(tag)
             ours = chosen is not None and self._is_ours(store, chosen)
         if not _vote(group, Guard(), [ours])[0]:
             return None
@@ -566,19 +578,31 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         """Forget what was read for a load."""
         self._loading = None
 
+    @classmethod
+    def _latest(cls, store: CheckpointStore) -> str | None:
+        """What ``latest`` names; without it, the unfinished checkpoint in a save directory that is to hold one.
+
+        The Trainer takes the newest of its directories, finished or not. Elsewhere a run that died in its first save
+        has no checkpoint, which DeepSpeed tells by returning None.
+        """
+        latest = store.latest()
+        if latest is None and is_rotated(store.directory) and store.directory.is_dir():
+            found = sorted(path.name for path in store.directory.glob("global_step*") if path.is_dir())
+            return next((name for name in found if cls._is_ours(store, name)), None)
+        return latest
+
     @staticmethod
     def _is_ours(store: CheckpointStore, tag: str) -> bool:
-        """Whether a checkpoint is of our format, finished or not; a missing one is left to DeepSpeed to tell."""
+        """Whether a checkpoint is of our format, finished or not, or missing: that is told here as well."""
         directory = store.path(tag)
-        if (directory / MANIFEST).exists():
-            return True
-        return directory.is_dir() and all(is_placeholder(path) for path in directory.glob("*_states.pt"))
+        return (directory / MANIFEST).exists() or all(is_placeholder(path) for path in directory.glob("*_states.pt"))
 
     @staticmethod
     def _other_than(store: CheckpointStore, tag: str, group: RankGroup) -> tuple[str, str | None]:
         """On all ranks: what else could be loaded, in words; and its tag, if it is in the same save directory."""
         found: list[Any] = [("no intact checkpoint is beside it", None)]
         if group.rank == 0:
+            logger.warning("%s: cannot be loaded; looking for the newest intact checkpoint", store.path(tag))
             other = next((each for each in store.intact() if each != tag), None)
             sibling = newest_intact_sibling(store.directory) if other is None else None
             if other is not None:

@@ -199,7 +199,7 @@ def write_data_file(path: Path, shards: Iterable[tuple[Entry, Encoded]]) -> File
 
 
 class DataFile:
-    """A data file, memory-mapped; its table is checked when it is opened.
+    """A data file; its table is checked when it is opened. Reading is safe from several threads.
 
     Parameters
     ----------
@@ -219,19 +219,23 @@ class DataFile:
     def __init__(self, path: Path, header: str) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
-                if length > path.stat().st_size:
-                    raise DamageError(f"{path}: its header claims {length} bytes, more than the file has")
-                file.seek(0)
-                found = hashlib.blake2b(file.read(8 + length), digest_size=16).hexdigest()
-            if found != header:
+            self._descriptor = os.open(path, os.O_RDONLY)
+            size = os.fstat(self._descriptor).st_size
+            (length,) = struct.unpack("<Q", os.pread(self._descriptor, 8, 0).ljust(8, b"\0"))
+            if length > size:
+                raise DamageError(f"{path}: its header claims {length} bytes, more than the file has")
+            head = os.pread(self._descriptor, 8 + length, 0)
+            if hashlib.blake2b(head, digest_size=16).hexdigest() != header:
                 raise DamageError(f"{path}: its header is not what was written (its digest differs)")
             opened: Any = safe_open
-            self._file = opened(str(path), framework="numpy")
-            metadata = self._file.metadata() or {}
-            keys = set(self._file.keys())
-        except (SafetensorError, OSError) as error:
+            file = opened(str(path), framework="numpy")  # which checks the header
+            metadata = file.metadata() or {}
+            self._parts = {
+                key: (8 + length + value["data_offsets"][0], 8 + length + value["data_offsets"][1], value["dtype"])
+                for key, value in json.loads(head[8:]).items()
+                if key != "__metadata__"
+            }
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             raise DamageError(f"{path}: cannot be read: {error}") from None
         if metadata.get("format") != FORMAT:
             raise FormatError(f"{path}: is no data file of ds_galore (format {metadata.get('format')!r})")
@@ -245,19 +249,40 @@ class DataFile:
         except (json.JSONDecodeError, RecursionError, KeyError, TypeError, ValueError) as error:
             raise DamageError(f"{path}: its table of shards is damaged: {error}") from None
         for index, entry in enumerate(self.entries):
-            missing = [part for part in entry.parts if f"{index}/{part}" not in keys]
+            missing = [part for part in entry.parts if f"{index}/{part}" not in self._parts]
             if missing:
                 raise DamageError(f"{path}: part {missing[0]!r} of {entry.name} is missing")
+
+    def __del__(self) -> None:
+        descriptor, self._descriptor = getattr(self, "_descriptor", -1), -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _read(self, begin: int, end: int) -> Bytes:
+        """Bytes of the file. Not mapped: what has been read would count as this process's memory."""
+        data = np.empty(end - begin, dtype=np.uint8)
+        view = data.data
+        while view:
+            got = os.preadv(self._descriptor, [view[: 2**30]], begin)
+            if got == 0:
+                raise DamageError(f"{self.path}: ends before its data do")
+            view, begin = view[got:], begin + got
+        return data
+
+    def stored(self, index: int) -> int:
+        """Bytes of the encoded form of shard ``index``."""
+        places = (self._parts[f"{index}/{part}"] for part in self.entries[index].parts)
+        return sum(end - begin for begin, end, _ in places)
 
     def encoded(self, index: int) -> Encoded:
         """The encoded form of shard ``index``."""
         entry = self.entries[index]
         parts: dict[str, Bytes] = {}
         for part in entry.parts:
-            data = self._file.get_tensor(f"{index}/{part}")
-            if data.dtype != np.uint8 or data.ndim != 1:
-                raise DamageError(f"{self.path}: part {part!r} of {entry.name} is {data.dtype}, expected bytes")
-            parts[part] = data
+            begin, end, dtype = self._parts[f"{index}/{part}"]
+            if dtype != "U8":
+                raise DamageError(f"{self.path}: part {part!r} of {entry.name} is {dtype}, expected bytes")
+            parts[part] = self._read(begin, end)
         return Encoded(entry.codec, entry.params, parts)
 
 

@@ -76,6 +76,7 @@ class CheckpointReader:
                 raise DamageError(f"{directory / record.name}: has {found} bytes, and had {record.bytes} when written")
         self._files: dict[str, DataFile] = {}
         self._by_depth: dict[int, dict[str, LogicalTensor]] = {}
+        self._held: dict[int, dict[tuple[str, int, int], Entry]] = {}
         self._places: dict[str, dict[tuple[str, int, int], int]] = {}
 
     def _records(self) -> list[Any]:
@@ -88,6 +89,10 @@ class CheckpointReader:
         if record.name not in self._files:
             self._files[record.name] = DataFile(self.directory / record.name, record.header)
         return self._files[record.name]
+
+    def file(self, rank: int) -> DataFile:
+        """A rank's newest data file, which the shards of :attr:`tensors` refer to."""
+        return self._file(rank, 0)
 
     @property
     def tensors(self) -> Mapping[str, LogicalTensor]:
@@ -210,11 +215,23 @@ class CheckpointReader:
             raise CodecError(f"{tensor.name} has shape {tensor.shape}, and a factor is a matrix")
         return bits.astype(np.uint32, copy=False).view(np.float32).reshape(tensor.shape)
 
-    def held_by(self, rank: int) -> dict[tuple[str, int, int], Entry]:
+    def held_by(self, rank: int) -> Mapping[tuple[str, int, int], Entry]:
         """What a rank's newest file holds, by name and range; nothing of a rank that did not write."""
         if rank >= self.manifest.world_size:
             return {}
-        return {(entry.name, entry.start, entry.stop): entry for entry in self._file(rank, 0).entries}
+        if rank not in self._held:
+            entries = self._file(rank, 0).entries
+            self._held[rank] = {(entry.name, entry.start, entry.stop): entry for entry in entries}
+        return self._held[rank]
+
+    def is_there(self, rank: int) -> bool:
+        """Whether the files of a rank still are, with their sizes."""
+        try:
+            return all(
+                (self.directory / record.name).stat().st_size == record.bytes for record in self.manifest.files[rank]
+            )
+        except (OSError, IndexError):
+            return False
 
     def matrix(self, name: str) -> npt.NDArray[np.float32]:
         """A logical matrix, stored in float32 or bfloat16, in float32.
@@ -228,17 +245,20 @@ class CheckpointReader:
         """
         return self._matrix(self.tensors[name], 0)
 
-    def verify(self, *, quick: bool = False) -> list[str]:
+    def verify(self, *, quick: bool = False, sample: tuple[int, int] = (1, 1)) -> list[str]:
         """What is wrong with it: empty if every file has its digest and every tensor decodes to what was written.
 
         Parameters
         ----------
         quick
             Check the structure only: files, sizes, tables.
+        sample
+            ``(n, t)``: of the files and of the ranges of tensors, the n-th of t parts.
         """
         problems = []
+        part, parts = sample
         if not quick:
-            for record in self._records():
+            for record in self._records()[part - 1 :: parts]:
                 try:
                     if file_digest(self.directory / record.name) != record.digest:
                         problems.append(f"{self.directory / record.name}: is not what was written (its digest differs)")
@@ -250,10 +270,10 @@ class CheckpointReader:
             return [*problems, str(error)]
         if quick:
             return problems
-        for tensor in tensors.values():
-            for _, _, rank, index in tensor.shards:
-                try:
-                    self._shard(rank, 0, index)
-                except DamageError as error:
-                    problems.append(str(error))
+        shards = [(rank, index) for tensor in tensors.values() for _, _, rank, index in tensor.shards]
+        for rank, index in shards[part - 1 :: parts]:
+            try:
+                self._shard(rank, 0, index)
+            except DamageError as error:
+                problems.append(str(error))
         return problems

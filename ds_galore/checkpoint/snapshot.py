@@ -53,12 +53,6 @@ class HostBuffers:
         for buffer in buffers:
             self._free.setdefault((buffer.dtype, buffer.numel(), buffer.is_pinned()), []).append(buffer)
 
-    def drop_unused(self) -> None:
-        """Free what is not in use."""
-        for buffers in self._free.values():
-            self.nbytes -= sum(buffer.numel() * buffer.element_size() for buffer in buffers)
-        self._free.clear()
-
 
 class Background:
     """Two pieces of work, one after the other, in a thread of their own.

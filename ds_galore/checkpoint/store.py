@@ -48,9 +48,8 @@ PLACEHOLDER = (
 _REMOVED = ".removed-"
 _SAID: set[str] = set()  # directories where a warning has been given
 logger = logging.getLogger(__name__)
-_OURS = re.compile(
-    r"rank-\d{5,}-of-\d{5,}\.(full|diff)(\.\d+)?\.safetensors|.*_states(\.\d+)?\.json|\.(writing|done)-.*"
-)
+_DATA = re.compile(r"rank-\d{5,}-of-\d{5,}\.(full|diff)(\.\d+)?\.safetensors")
+_OURS = re.compile(rf"{_DATA.pattern}|.*_states(\.\d+)?\.json|\.(writing|done)-.*")
 
 
 @dataclass(frozen=True)
@@ -383,8 +382,15 @@ class CheckpointStore:
         if doomed.exists():
             shutil.rmtree(doomed)
 
+    @staticmethod
+    def _is_unfinished(path: Path) -> bool:
+        """Whether a directory holds data files of ours, and nothing that finishes them."""
+        return not (path / MANIFEST).exists() and any(_DATA.fullmatch(each.name) for each in path.glob("rank-*"))
+
     def retain(self, *, keep_last: int, keep: Callable[[Manifest], bool] = lambda manifest: False) -> list[str]:
-        """Remove all but the newest checkpoints, and finish removals that were interrupted.
+        """Remove all but the newest checkpoints, what a crash left unfinished, and finish interrupted removals.
+
+        Not while another checkpoint is being written.
 
         Parameters
         ----------
@@ -396,13 +402,16 @@ class CheckpointStore:
         Returns
         -------
         list of str
-            The tags that were removed.
+            The tags that were removed; unfinished ones are not among them.
         """
         if keep_last < 1:
             raise ConfigError(f"keep_last is {keep_last}: at least one checkpoint has to stay")
         if self.directory.is_dir():
             for path in self.directory.glob(f"{_REMOVED}*"):
                 shutil.rmtree(path)
+            for path in self.directory.iterdir():
+                if path.name[0] != "." and path.name != self.latest() and self._is_unfinished(path):
+                    self.remove(path.name)
         removed = []
         for tag in self.tags()[:-keep_last]:
             try:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ds_galore.checkpoint.codecs import CODECS
+from ds_galore.checkpoint.engine import SaveEngine
 from ds_galore.checkpoint.reader import CheckpointReader
 from ds_galore.checkpoint.siblings import kept_copy, newest_intact_sibling
 from ds_galore.checkpoint.store import CheckpointStore
@@ -186,6 +187,51 @@ def test_an_interpreter_that_ends_finishes_the_save_in_flight_or_gives_up(tmp_pa
         assert (store.latest(), store.tags(), store.newest_intact()) == ("first", ["first"], "first")
 
 
+def until_full(directory: str) -> tuple[list[str], str, str]:
+    """Save until the disk is full, make room, and save once more."""
+    import torch.distributed as dist
+
+    engine = make(GALORE, "full")
+    saved: list[str] = []
+    told = "nothing"
+    for step in range(40):
+        jobs.train(engine, jobs.batches(1, BATCH, seed=step))
+        try:
+            engine.save_checkpoint(directory, tag=f"step-{step}")
+            engine.checkpoint_engine.wait()
+        except Exception as error:  # noqa: BLE001 - reported
+            told = f"{type(error).__name__}: {error}"
+            break
+        saved.append(f"step-{step}")
+    newest = str(CheckpointStore(Path(directory)).newest_intact())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(Path(directory, saved[0]))
+        shutil.rmtree(Path(directory, saved[1]))
+    dist.barrier()
+    save(engine, directory, "after")
+    return saved, told, newest
+
+
+def test_a_full_disk_fails_the_save_on_all_ranks_and_nothing_is_lost(pool, tmp_path):
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2500k", "tmpfs", str(path)]
+    mounted = subprocess.run(mount, capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"needs the right to mount a tmpfs: {mounted.stderr.decode().strip()}")
+    try:
+        outcomes = pool.run(2, until_full, str(path), timeout=120)
+        for saved, told, newest in outcomes:
+            assert len(saved) >= 3
+            assert "No space left on device" in told, told
+            assert newest == saved[-1]
+        store = CheckpointStore(path)
+        assert (store.latest(), store.newest_intact()) == ("after", "after")
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
 # ---------------------------------------------------------------------- save directories that somebody else rotates
 
 
@@ -217,6 +263,7 @@ def rotated(directory: str, like: str, limit: int, saves: int) -> list[str]:
                     shutil.rmtree(each)
             # A crash at this moment: the new one is not durable, and whatever had to go is gone.
             found = newest_intact_sibling(own)
+            assert SaveEngine._latest(CheckpointStore(own)) == "global_step", "a load tells that it is unfinished"
             if number and (found is None or found.parent.name != before[-1].name):
                 problems.append(f"save {number}: {found} is the newest durable checkpoint")
         dist.barrier()
@@ -244,6 +291,28 @@ def test_a_rotation_never_takes_the_last_durable_checkpoint_nor_a_base(pool, tmp
     assert kept.parent.parent == tmp_path, "accelerate would take a directory among its own for a checkpoint"
     inodes = [{path.stat().st_ino for path in each.glob("global_step/*.safetensors")} for each in (left[-1], kept)]
     assert inodes[0] == inodes[1], "the kept copy costs nothing while the checkpoint is there"
+
+
+def unfinished(directory: str) -> str:
+    engine = make(GALORE)
+    try:
+        engine.load_checkpoint(directory)
+    except Exception as error:  # noqa: BLE001 - reported
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_trainers_unfinished_directory_is_refused_and_the_newest_intact_one_named(pool, tmp_path):
+    pool.run(2, rotated, str(tmp_path), "trainer", 1, 2, timeout=120)
+    last = tmp_path / "checkpoint-1"
+    (last / "latest").unlink()
+    (last / "global_step" / "manifest.json").unlink()
+    kept = kept_copy(last)
+    for told in pool.run(2, unfinished, str(last)):
+        assert told.startswith("NotCommittedError: "), told
+        assert f"the newest intact checkpoint is {kept / 'global_step'}" in told
+    shutil.rmtree(kept)
+    assert "no intact checkpoint is beside it" in pool.run(2, unfinished, str(last))[0]
 
 
 # ---------------------------------------------------------------------- bases, retention, choices

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from ds_galore.checkpoint.errors import DamageError
 from ds_galore.checkpoint.reader import CheckpointReader
 from ds_galore.checkpoint.store import CheckpointStore
 from tests import jobs
-from tests.checkpoint.engines import ADAMW, BATCH, BF16, FP16, assert_same, blanked, logical, make, masters
+from tests.checkpoint.engines import ADAMW, BATCH, BF16, FP16, assert_same, blanked, logical, make, masters, save
 from tests.checkpoint.test_tree import same
 
 
@@ -89,7 +91,7 @@ def against_native(directory: str, optimizer: dict[str, Any], extra: dict[str, A
     engine.save_checkpoint(f"{directory}/ours", tag="b")
     engine.checkpoint_engine.wait()
     ours, save = engine.checkpoint_engine, engine.save_checkpoint
-    engine.checkpoint_engine, engine.save_checkpoint = TorchCheckpointEngine(None), save.__wrapped__
+    engine.checkpoint_engine, engine.save_checkpoint = TorchCheckpointEngine(engine._config), save.__wrapped__
     engine.save_checkpoint(f"{directory}/native", tag="b")
     dist.barrier()
     again = make(optimizer, "differential", **extra)
@@ -282,3 +284,63 @@ def test_damage_that_one_rank_meets_fails_the_load_on_all_without_a_hang(pool, t
     assert outcomes[1].startswith("DamageError: "), outcomes
     assert path.name in outcomes[1]
     assert outcomes[0].startswith("PeerError: rank 1 failed") or outcomes[0].startswith("DamageError: ")
+
+
+# ---------------------------------------------------------------------- the whole job is killed
+
+RUNS: dict[str, tuple[dict[str, Any], int]] = {
+    "adamw-1": (ADAMW, 1),
+    "adamw-2": (ADAMW, 2),
+    "adamw-3": (ADAMW, 3),
+    "galore-3": (jobs.galore(update_proj_gap=15), 3),  # refreshes on both sides of step 20
+}
+
+
+def digest(engine: Any) -> str:
+    """Of all weights, moments and buffers of this rank, without padding."""
+    found = hashlib.sha256()
+    for key, value in sorted(logical(engine).items()):
+        found.update(key.encode())
+        data = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if hasattr(value, "numpy") else None
+        found.update(repr(value).encode() if data is None else data)
+    return found.hexdigest()
+
+
+def in_one_go(name: str) -> tuple[list[float], str]:
+    optimizer, stage = RUNS[name]
+    engine = make(optimizer, zero={"stage": stage})
+    return jobs.train(engine, jobs.batches(40, BATCH)), digest(engine)
+
+
+def first_half(directory: str, name: str) -> list[float]:
+    """20 steps, saved; five more, and a save that will be in flight when the job is killed."""
+    optimizer, stage = RUNS[name]
+    engine = make(optimizer, zero={"stage": stage})
+    losses = jobs.train(engine, jobs.batches(40, BATCH)[:15])
+    save(engine, directory, "step-15")
+    losses += jobs.train(engine, jobs.batches(40, BATCH)[15:20])
+    save(engine, directory, "step-20")
+    jobs.train(engine, jobs.batches(40, BATCH)[20:25])
+    engine.checkpoint_engine.hook = lambda point: time.sleep(300) if point == "encoded" else None
+    engine.save_checkpoint(directory, tag="step-25")
+    return losses
+
+
+def second_half(directory: str, name: str) -> tuple[list[float], str]:
+    optimizer, stage = RUNS[name]
+    engine = make(optimizer, zero={"stage": stage})
+    engine.load_checkpoint(directory)
+    assert engine.global_steps == 20
+    return jobs.train(engine, jobs.batches(40, BATCH)[20:]), digest(engine)
+
+
+def test_after_sigkill_of_the_whole_job_forty_steps_are_twenty_and_twenty(pool, tmp_path):
+    expected = {name: pool.run(2, in_one_go, name) for name in RUNS}
+    begun = {name: pool.run(2, first_half, str(tmp_path / name), name) for name in RUNS}
+    pool.close()  # SIGKILL
+    for name in RUNS:
+        assert (tmp_path / name / "step-25").is_dir()
+        for rank, (losses, state) in enumerate(pool.run(2, second_half, str(tmp_path / name), name)):
+            whole, final = expected[name][rank]
+            assert begun[name][rank] + losses == whole, name
+            assert state == final, name

@@ -101,6 +101,14 @@ def test_a_moved_run_can_be_moved_back_and_other_sub_groups_are_no_obstacle(pool
     assert contents(tmp_path / "back" / "moved") == saved
 
 
+def test_without_zero_any_number_of_ranks_goes_on(pool, tmp_path):
+    extra = {"zero": {"stage": 0}}
+    expected = pool.run(2, write, str(tmp_path / "run"), ADAMW, extra)[0]
+    for ranks in (1, 3):
+        losses = pool.run(ranks, move, str(tmp_path / "run"), str(tmp_path / str(ranks)), ADAMW, extra)[0]
+        assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-5
+
+
 def switch(directory: str, stage: int) -> tuple[list[float], Any]:
     engine = make(ADAMW, zero={"stage": stage})
     if not Path(directory).exists():

@@ -110,6 +110,17 @@ def test_a_tag_can_be_saved_again_also_when_it_is_its_own_base(store):
     assert not any(path.stat().st_mode & 0o222 for path in store.path("best").glob("*.safetensors"))
 
 
+def test_retention_removes_what_a_crash_left_unfinished_and_nothing_else(store):
+    save(store, 1)
+    store.write("step-2", 0, RANKS, shards(2, 0, None))
+    (store.directory / "notes").mkdir()
+    (store.directory / "native").mkdir()
+    (store.directory / "native" / "mp_rank_00_model_states.pt").write_bytes(b"PK")
+    save(store, 3)
+    assert store.retain(keep_last=5) == []
+    assert sorted(path.name for path in store.directory.iterdir()) == ["latest", "native", "notes", "step-1", "step-3"]
+
+
 def test_an_unfinished_checkpoint_is_none(store):
     save(store, 1)
     store.write("step-2", 0, RANKS, shards(2, 0, None))
