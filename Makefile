@@ -8,7 +8,7 @@ STEPS ?= 250
 RANKS ?= 2
 CONFIG ?= configs/zero3_galore.json
 
-.PHONY: train test lint typecheck unit crashtest bench clean
+.PHONY: train test lint typecheck unit crashtest bench bench-checkpoints clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -42,6 +42,11 @@ test: lint typecheck unit
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/refresh.py
+
+bench-checkpoints: $(VENV)/.dev
+	for row in galore staggered decay adamw stall stall-adamw; do \
+		PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deepspeed --num_accelerators 2 benchmarks/checkpoints.py --row $$row --results runs/bench-checkpoints.jsonl || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

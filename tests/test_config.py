@@ -37,6 +37,8 @@ def test_public_names_are_these():
         "__version__",
         "check_deepspeed_config",
         "enable",
+        "load_state_dict",
+        "merge_checkpoint",
     ]
     assert all(hasattr(ds_galore, name) for name in ds_galore.__all__)
     assert set(ds_galore.__all__) <= set(dir(ds_galore))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ds_galore.checkpoint.store import CheckpointStore
 from tests import jobs
 from tests.checkpoint.engines import ADAMW, BATCH, BF16, assert_same, contents, logical, make, save
 
@@ -78,6 +80,18 @@ def test_two_ranks_checkpoint_goes_on_with_one_three_and_four(pool, tmp_path, op
         found = contents(tmp_path / str(ranks) / "moved")
         assert found.keys() == saved.keys()
         assert [name for name in saved if found[name] != saved[name]] == []
+
+
+def test_a_copy_on_another_file_system_loads_when_everything_else_is_gone(pool, tmp_path):
+    expected = pool.run(2, write, str(tmp_path / "run"), GALORE, {})[0]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        assert Path(other).stat().st_dev != tmp_path.stat().st_dev
+        shutil.copytree(tmp_path / "run" / "moved", Path(other) / "moved")
+        shutil.rmtree(tmp_path / "run")
+        found = pool.run(2, move, other, str(tmp_path / "again"), GALORE, {})[0]
+    assert found == expected
+    # The base is on another file system, where it cannot be linked from: the next checkpoint is full.
+    assert CheckpointStore(tmp_path / "again").open("moved").manifest.kind == "full"
 
 
 @pytest.mark.parametrize("stage", [2, 3])
