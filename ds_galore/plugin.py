@@ -94,7 +94,7 @@ def _with_checkpoints(original: Callable[..., Any], engine: Any) -> Any:
     def save_checkpoint(save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(save).bind(save_dir, tag, *args, **kwargs)
         bound.apply_defaults()
-        made.wait()
+        made.begin()
         result = save(save_dir, tag, *args, **kwargs)
         made.finish(bool(bound.arguments["save_latest"]))
         return result

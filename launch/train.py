@@ -10,6 +10,7 @@ SIGUSR1 after a checkpoint was saved (``--resume auto`` goes on from it), others
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import math
 import os
@@ -254,8 +255,13 @@ class Trainer:
         """Train, validate and save; the exit status."""
         if self.arguments.resume:
             self.load(self.arguments.resume)
-        with self.interruption:
-            return self.loop()
+        try:
+            with self.interruption:
+                return self.loop()
+        except BaseException:
+            with contextlib.suppress(Exception):  # the save in flight may still come to its end; this error is told
+                self.engine.checkpoint_engine.cleanup()
+            raise
 
     def loop(self) -> int:
         """Step by step, from where the engine stands; the exit status."""
@@ -313,8 +319,8 @@ class Trainer:
         """
         self.finish_saving()
         found: list[str | None] = [None]
-        if self.rank == 0:
-            found = [newest_intact(self.checkpoints, up_to_step=step - 2)]
+        with contextlib.suppress(OSError):  # of a search that one rank makes, for which the others wait
+            found = [newest_intact(self.checkpoints, up_to_step=step - 2) if self.rank == 0 else None]
         dist.broadcast_object_list(found, src=0)
         advice = (
             f"go back with --resume {found[0]}, the newest intact checkpoint from before, and lower the learning rate"

@@ -74,7 +74,7 @@ class Base:
                 reader = self.readers.get(source)
                 if reader is None or not reader.is_there(rank):
                     reader = self.readers[source] = CheckpointReader(source.directory, drop=source.drop)
-                return OpenBase(self, reader, reader.held_by(rank))
+                return OpenBase(self, reader, rank, reader.held_by(rank))
             except (DamageError, FormatError, NotCommittedError, OSError):
                 continue
         return None
@@ -90,7 +90,23 @@ class OpenBase:
 
     base: Base
     reader: CheckpointReader
+    rank: int
     held: Mapping[tuple[str, int, int], Entry]
+
+    def hold_open(self, factors: Factors) -> bool:
+        """Open every file that may be read: this rank's, and, for projectors that are not in memory, the others'.
+
+        Returns
+        -------
+        bool
+            Whether they are all there and what was written, as far as their headers tell.
+        """
+        in_memory = factors.keys() <= self.base.factors.keys()
+        try:
+            self.reader.hold_open([self.rank] if in_memory else range(self.reader.manifest.world_size))
+            return in_memory or bool(self.reader.tensors)
+        except (DamageError, FormatError, CodecError):
+            return False
 
     def holds(self, name: str, start: int, stop: int) -> Entry | None:
         """The entry of a range, if this rank's newest file of the base has that range."""
@@ -101,7 +117,7 @@ class OpenBase:
         kept = self.base.arrays.get((entry.name, entry.start))
         if kept is not None and kept.size == entry.numel:
             return kept
-        return self.reader.bits(entry.name, entry.start, entry.stop) if from_disk else None
+        return self.reader.range_of(self.rank, entry) if from_disk else None
 
     def reference(
         self, entry: Entry, shape: Sequence[int], factor: npt.NDArray[np.float32] | None, *, from_disk: bool

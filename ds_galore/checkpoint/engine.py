@@ -38,7 +38,7 @@ from ds_galore.checkpoint.base import Base, OpenBase, Source, in_budget
 from ds_galore.checkpoint.codecs import Compressor
 from ds_galore.checkpoint.codecs.base import Bits
 from ds_galore.checkpoint.errors import DamageError, FormatError, NotCommittedError
-from ds_galore.checkpoint.files import FORMAT, VERSION, FileRecord, digest_of, replace_file
+from ds_galore.checkpoint.files import FORMAT, VERSION, FileRecord, digest_of, replace_file, sync_directory
 from ds_galore.checkpoint.loading import PreparedLoad, is_placeholder, load_file
 from ds_galore.checkpoint.manifest import MANIFEST, Manifest
 from ds_galore.checkpoint.pieces import MASTER, NAMES, Piece, StateMap, describe, rounded_weights, to_bits
@@ -100,6 +100,7 @@ class _Job:
     latest: bool
     written: dict[tuple[str, int], Bits] = field(default_factory=dict)
     seconds: float = 0.0
+    leaving: bool = False
 
 
 class SaveEngine(CheckpointEngine):  # type: ignore[misc]
@@ -153,7 +154,12 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
 
     def create(self, info: Any) -> None:
         """Begin a save."""
-        self._info, self._pending, self._guard = info, [], Guard()
+        self._info, self._pending = info, []
+
+    def makedirs(self, path: Any, exist_ok: bool = False) -> None:
+        """Make a directory; what goes wrong is told at the end of the save, where all ranks wait for each other."""
+        with self._guard:
+            Path(path).mkdir(parents=True, exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
         """Take a state dict for the save that :meth:`finish` ends; write other files (16-bit weights) at once."""
@@ -172,7 +178,10 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         return prepared if prepared is not None else load_file(target, map_location)
 
     def commit(self, info: Any) -> bool:
-        """Nothing is left to do: a save ends in :meth:`finish`."""
+        """End what is no checkpoint (16-bit weights): a save ends in :meth:`finish`."""
+        guard, self._guard = self._guard, Guard()
+        if guard.error is not None:
+            raise guard.error
         return True
 
     def is_decoupled(self) -> bool:
@@ -198,7 +207,8 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             What this rank's part of it ran into.
         """
         if self._flight is not None:
-            work, self._flight = self._flight[1], None
+            (job, work), self._flight = self._flight, None
+            job.leaving = True
             work.wait()
             error = work.error or work.follow_up_error
             if error is not None:
@@ -226,19 +236,27 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             work.wait()  # all ranks' files are there
             guard.error = work.follow_up_error
             _vote(group, guard)
-        except BaseException:
+        except BaseException as error:
             self._flight, self._told = None, False
             _failed.add(job.token)  # rank 0 need not wait for ranks that have nothing to tell
             work.wait()
             self._release(job)
+            if getattr(error, "exit_code", None) in (DamageError.exit_code, FormatError.exit_code):
+                self._drop_base()  # the next checkpoint is full; one rank without a base is enough for that
             raise
         self._flight = None
         self._adopt(job)
+
+    def begin(self) -> None:
+        """Wait for the save in flight, before another. Collective; raises as :meth:`wait`."""
+        self.wait()
+        self._guard = Guard()
 
     def finish(self, save_latest: bool) -> None:
         """Copy what :meth:`save` took, and have it written. Collective; fails on all ranks together."""
         info, pending, self._info, self._pending = self._info, self._pending, None, []
         group, guard, engine = RankGroup(dist.group.WORLD), self._guard, self._engine()
+        self._guard = Guard()
         store = CheckpointStore(Path(info.save_dir).absolute(), self.hook, links=self._settings.links)
         factors = _whole_projectors(engine, guard)
         rounded = _agree_on_rounded(engine, group, guard)
@@ -247,7 +265,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         if not self._token:  # agreed on once; with the number of the save it tells this attempt from any other
             self._token = f"{int(group.broadcast(torch.tensor([secrets.randbits(62)]), 0)):016x}"
         self._saves += 1
-        opened = guard.run(lambda: self._open_base(base, store, info.tag, group.rank, plan), lambda: None)
+        opened = guard.run(lambda: self._open_base(base, store, info.tag, group.rank, plan, factors), lambda: None)
         job = guard.run(
             lambda: self._copy(store, info.tag, group, plan, kind, opened, factors, save_latest), lambda: None
         )
@@ -303,14 +321,22 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
 
     @staticmethod
     def _open_base(
-        base: Base | None, store: CheckpointStore, tag: str, rank: int, plan: tuple[Any, list[_Range], Any]
+        base: Base | None,
+        store: CheckpointStore,
+        tag: str,
+        rank: int,
+        plan: tuple[Any, list[_Range], Any],
+        factors: Factors,
     ) -> OpenBase | None:
-        """The base, if its files are there and this rank's hold the ranges that are to be written."""
+        """The base, if its files are there and this rank's hold the ranges that are to be written.
+
+        Whatever the thread will read of them is open then, so that they may be removed meanwhile.
+        """
         if base is None:
             return None
         store.path(tag).mkdir(parents=True, exist_ok=True)
         opened = base.open(rank, store.path(tag))
-        if opened is None:
+        if opened is None or not opened.hold_open(factors):
             return None
         wanted = {(*each.key, each.key[1] + each.piece.numel * each.scale) for each in plan[1]}
         return opened if wanted <= opened.held.keys() else None
@@ -330,6 +356,8 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         tensors, ranges, states = plan
         engine = self._engine()
         store.path(tag).mkdir(parents=True, exist_ok=True)
+        for made in (store.path(tag), store.directory) if group.rank == 0 else ():
+            sync_directory(made.parent)
         linked = store.link(tag, group.rank, base.reader) if base is not None else []
         saves = 1 if base is None else base.base.saves + 1
         metadata = {
@@ -478,6 +506,10 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         self._buffers.give_back([*free, *self._base_copies])
         self._base_copies = [copy for number, copy in enumerate(job.copies) if number in in_use]
 
+    def _drop_base(self) -> None:
+        self._buffers.give_back(self._base_copies)
+        self._base_copies, self._base = [], None
+
     def _release(self, job: _Job) -> None:
         self._buffers.give_back(job.copies)
 
@@ -512,8 +544,10 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             ours = chosen is not None and self._is_ours(store, chosen)
         if not _vote(group, Guard(), [ours])[0]:
             return None
+        tried: set[str] = set()
         while True:
             error: BaseException | None = None
+            tried.add(str(chosen))
             try:
                 self._loading = PreparedLoad(store, str(chosen), self._engine(), arguments, group)
             except Exception as caught:  # noqa: BLE001 - raised again by all ranks below
@@ -523,7 +557,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             if not failed:
                 break
             self.end_load()
-            other = self._other_than(store, str(chosen), group) if damaged else None
+            other = self._other_than(store, str(chosen), tried, group) if damaged else None
             if damaged and self._settings.on_damage == "previous" and other is not None and other[1] is not None:
                 if group.rank == 0:
                     logger.warning("%s cannot be loaded: %s; loading %s", store.path(str(chosen)), error, other[0])
@@ -532,7 +566,8 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             if error is not None and other is not None:
                 error.args = (f"{error}; {other[0]}",)
             group.vote(torch.zeros(0, dtype=torch.uint8), error)
-        self._continue_from(store, str(chosen), group)
+        assert self._loading is not None
+        self._continue_from(store, str(chosen), self._loading.manifest, group)
         return str(chosen)
 
     def run_load(self, load: Callable[..., Any], arguments: Mapping[str, Any], tag: str) -> Any:
@@ -598,27 +633,31 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         return (directory / MANIFEST).exists() or all(is_placeholder(path) for path in directory.glob("*_states.pt"))
 
     @staticmethod
-    def _other_than(store: CheckpointStore, tag: str, group: RankGroup) -> tuple[str, str | None]:
+    def _other_than(store: CheckpointStore, tag: str, tried: set[str], group: RankGroup) -> tuple[str, str | None]:
         """On all ranks: what else could be loaded, in words; and its tag, if it is in the same save directory."""
         found: list[Any] = [("no intact checkpoint is beside it", None)]
-        if group.rank == 0:
-            logger.warning("%s: cannot be loaded; looking for the newest intact checkpoint", store.path(tag))
-            other = next((each for each in store.intact() if each != tag), None)
-            sibling = newest_intact_sibling(store.directory) if other is None else None
-            if other is not None:
-                found = [(f"the newest intact checkpoint is {store.path(other)}", other)]
-            elif sibling is not None:
-                found = [(f"the newest intact checkpoint is {sibling}", None)]
+        with contextlib.suppress(OSError):  # of a search that one rank makes: the others must not wait for it in vain
+            found = SaveEngine._search(store, tag, tried) if group.rank == 0 else found
         dist.broadcast_object_list(found, src=0)
         words, name = found[0]
         return words, name
 
-    def _continue_from(self, store: CheckpointStore, tag: str, group: RankGroup) -> None:
+    @staticmethod
+    def _search(store: CheckpointStore, tag: str, tried: set[str]) -> list[Any]:
+        found: list[Any] = [("no intact checkpoint is beside it", None)]
+        logger.warning("%s: cannot be loaded; looking for the newest intact checkpoint", store.path(tag))
+        other = next((each for each in store.intact() if each not in tried), None)
+        sibling = newest_intact_sibling(store.directory) if other is None else None
+        if other is not None:
+            found = [(f"the newest intact checkpoint is {store.path(other)}", other)]
+        elif sibling is not None:
+            found = [(f"the newest intact checkpoint is {sibling}", None)]
+        return found
+
+    def _continue_from(self, store: CheckpointStore, tag: str, manifest: Manifest, group: RankGroup) -> None:
         """Let the next checkpoint differ from what the loaded one differs from."""
-        manifest = store.open(tag).manifest
         saves = manifest.metadata.get("saves")
-        self._buffers.give_back(self._base_copies)
-        self._base_copies, self._base = [], None
+        self._drop_base()
         if (
             not isinstance(saves, int)
             or manifest.world_size != group.world_size
@@ -665,7 +704,7 @@ def _await_report(job: _Job, rank: int) -> Any:
         except FileNotFoundError:
             if job.token in _failed:
                 raise PeerError(f"{job.tag}: not committed, since another rank failed") from None
-            if not threading.main_thread().is_alive():  # nobody can tell any more that a rank has died
+            if job.leaving or not threading.main_thread().is_alive():  # nobody can tell any more that a rank has died
                 ending = ending if ending is not None else time.monotonic()
                 if time.monotonic() - ending > max(LAST_WAIT, LAST_WAIT_TIMES * job.seconds):
                     raise PeerError(f"{job.tag}: not committed, since rank {rank} did not finish its part") from None

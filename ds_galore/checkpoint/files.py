@@ -263,7 +263,10 @@ class DataFile:
         data = np.empty(end - begin, dtype=np.uint8)
         view = data.data
         while view:
-            got = os.preadv(self._descriptor, [view[: 2**30]], begin)
+            try:
+                got = os.preadv(self._descriptor, [view[: 2**30]], begin)
+            except OSError as error:
+                raise DamageError(f"{self.path}: cannot be read: {error.strerror}") from None
             if got == 0:
                 raise DamageError(f"{self.path}: ends before its data do")
             view, begin = view[got:], begin + got

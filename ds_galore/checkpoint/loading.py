@@ -59,6 +59,7 @@ class PreparedLoad:
     ) -> None:
         self.directory = store.path(tag).absolute()
         self._reader = reader = store.open(tag)
+        self.manifest = reader.manifest
         self._stage = int(engine.zero_optimization_stage())
         _check_stage(self.directory, reader.manifest.metadata.get("zero_stage"), self._stage)
         wants_state = bool(arguments["load_optimizer_states"]) and not arguments["load_module_only"]

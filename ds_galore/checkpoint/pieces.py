@@ -146,6 +146,8 @@ def frozen_pieces(parameter: Tensor, name: str, numel: int) -> list[Piece]:
     """What this rank's copy of a frozen parameter, or of its partition, consists of."""
     shape = full_shape(parameter)
     total = math.prod(shape)
+    if not total:
+        return []
     if not hasattr(parameter, "ds_tensor"):
         return [Piece(f"{name}/{WEIGHT}", shape, 0, 0, numel, stored=False)]  # the module's own, which is stored
     first = min(numel * _partition_rank(parameter), total)

@@ -6,7 +6,7 @@ Imports NumPy and its neighbours; neither torch nor DeepSpeed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,7 @@ class CheckpointReader:
                 raise DamageError(f"{directory / record.name}: has {found} bytes, and had {record.bytes} when written")
         self._files: dict[str, DataFile] = {}
         self._by_depth: dict[int, dict[str, LogicalTensor]] = {}
+        self._numbers: dict[int, dict[tuple[str, int], int]] = {}
         self._held: dict[int, dict[tuple[str, int, int], Entry]] = {}
         self._places: dict[str, dict[tuple[str, int, int], int]] = {}
 
@@ -223,6 +224,31 @@ class CheckpointReader:
             entries = self._file(rank, 0).entries
             self._held[rank] = {(entry.name, entry.start, entry.stop): entry for entry in entries}
         return self._held[rank]
+
+    def hold_open(self, ranks: Iterable[int]) -> None:
+        """Open all files of some ranks, so that what they hold can be read also when their names are gone.
+
+        Raises
+        ------
+        FormatError, DamageError
+            If one is not what was written.
+        """
+        for rank in ranks:
+            for depth in range(len(self.manifest.files[rank])):
+                self._file(rank, depth)
+
+    def range_of(self, rank: int, entry: Entry) -> Bits:
+        """What a rank's newest file holds under an entry of :meth:`held_by`; no other rank's file is read.
+
+        Raises
+        ------
+        DamageError
+            If it is not what was written.
+        """
+        if rank not in self._numbers:
+            entries = self._file(rank, 0).entries
+            self._numbers[rank] = {(each.name, each.start): number for number, each in enumerate(entries)}
+        return self._shard(rank, 0, self._numbers[rank][entry.name, entry.start])
 
     def is_there(self, rank: int) -> bool:
         """Whether the files of a rank still are, with their sizes."""

@@ -40,13 +40,13 @@ def fits(values: Mapping[str, Any], engine: Any) -> bool:
     values
         The state file's content.
     """
-    saved = {
-        tuple(tuple(piece) for piece in description["pieces"])
+    saved = [
+        [tuple(piece) for piece in description["pieces"]]
         for description in values["tensors"].values()
         if description["pieces"] and str(description["pieces"][0][0]).endswith(f"/{MASTER}")
-    }
-    wanted = {tuple((p.name, p.start, p.offset, p.numel) for p in _pieces(flat, MASTER)) for flat in flat_parts(engine)}
-    return wanted - {()} == saved
+    ]
+    wanted = [[(p.name, p.start, p.offset, p.numel) for p in _pieces(flat, MASTER)] for flat in flat_parts(engine)]
+    return [each for each in wanted if each] == saved
 
 
 def masters(engine: Any, read: Read) -> list[Tensor]:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ds_galore.checkpoint.errors import DamageError, FormatError, NotCommittedError
+from ds_galore.checkpoint.files import replace_file, sync_directory
 from ds_galore.checkpoint.manifest import MANIFEST
 from ds_galore.checkpoint.reader import CheckpointReader
 
@@ -51,8 +52,15 @@ def keep_copy(save_dir: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(fresh, ignore_errors=True)
     shutil.copytree(save_dir, fresh, copy_function=_link_or_copy)
-    shutil.rmtree(target, ignore_errors=True)
+    for made in (fresh, *(path for path in fresh.rglob("*") if path.is_dir())):
+        sync_directory(made)
+    old = root / f".old-{save_dir.name}"
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
     fresh.rename(target)
+    sync_directory(root)
+    sync_directory(root.parent)
     for other in root.iterdir():
         if other != target:
             shutil.rmtree(other, ignore_errors=True)
@@ -66,7 +74,9 @@ def _link_or_copy(source: str, target: str) -> None:
             raise OSError
         os.link(source, target)
     except OSError:
-        shutil.copy2(source, target)
+        with Path(source).open("rb") as file:  # durably: the original may be removed right after
+            replace_file(Path(target), iter(lambda: file.read(2**22), b""))
+        shutil.copystat(source, target)
 
 
 def _tags(save_dir: Path) -> Iterator[Path]:

@@ -6,6 +6,7 @@ waits for whom is the caller's. Imports NumPy and its neighbours; neither torch 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import json
@@ -188,7 +189,8 @@ class CheckpointStore:
         directory = self.path(tag)
         directory.mkdir(parents=True, exist_ok=True)
         record = replace_file(self._free_name(directory, name.removesuffix(".pt"), ".json"), [text.encode()])
-        replace_file(directory / name, [PLACEHOLDER])
+        if not (directory / name).exists():  # a native checkpoint's stays until the manifest replaces it
+            replace_file(directory / name, [PLACEHOLDER])
         return record
 
     @staticmethod
@@ -300,6 +302,10 @@ class CheckpointStore:
         self._hook("committing")
         manifest.write(directory)
         self._hook("committed")
+        for name in manifest.states:
+            path = directory / name
+            if not path.exists() or path.stat().st_size != len(PLACEHOLDER):  # a native checkpoint's
+                replace_file(path, [PLACEHOLDER])
         if latest:
             self.set_latest(tag)
         self._hook("latest")
@@ -343,8 +349,12 @@ class CheckpointStore:
         """The tags of committed checkpoints, the oldest first (by the time of their commit)."""
         if not self.directory.is_dir():
             return []
-        found = [path for path in self.directory.iterdir() if (path / MANIFEST).is_file() and path.name[0] != "."]
-        return [path.name for path in sorted(found, key=lambda path: ((path / MANIFEST).stat().st_mtime_ns, path.name))]
+        found = []
+        for path in self.directory.iterdir():
+            with contextlib.suppress(OSError):  # one that is being removed is none
+                if path.name[0] != ".":
+                    found.append(((path / MANIFEST).stat().st_mtime_ns, path.name))
+        return [name for _, name in sorted(found)]
 
     def newest_intact(self) -> str | None:
         """The newest checkpoint in which nothing is wrong, or None. Reads and decodes everything of those it tries."""

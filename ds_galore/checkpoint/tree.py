@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ds_galore.checkpoint.errors import DamageError
-from ds_galore.errors import ConfigError
+from ds_galore.errors import ConfigError, DsGaloreError
 
 __all__ = ["flatten", "restore"]
 
@@ -157,9 +157,16 @@ def restore(value: Any, tensor: Callable[[str], Tensor]) -> Any:
     form = value["$"]
     try:
         tag, *rest = form
-        return _FORMS[tag](rest, tensor)
+        if tag in _TENSORS:
+            (name,) = rest
+            kind = _TENSORS[tag]
+        else:
+            return _FORMS[tag](rest, tensor)
+    except DsGaloreError:
+        raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
         raise DamageError(f"a saved state holds the impossible form {form!r}: {error}") from None
+    return kind(tensor(name))  # what reading a tensor runs into is no matter of the form
 
 
 def _all(values: list[Any], tensor: Callable[[str], Tensor]) -> list[Any]:
@@ -200,11 +207,13 @@ def _scalar(rest: list[Any], tensor: Callable[[str], Tensor]) -> Any:
     return np.dtype(name).type(restore(value, tensor))
 
 
+_TENSORS: dict[str, Callable[[Tensor], Any]] = {
+    "tensor": lambda tensor: tensor,
+    "parameter": lambda tensor: torch.nn.Parameter(tensor, requires_grad=False),
+    "array": lambda tensor: tensor.numpy(),
+}
 _FORMS: dict[str, Callable[[list[Any], Callable[[str], Tensor]], Any]] = {
     "float": lambda rest, _: float.fromhex(rest[0]),
-    "tensor": lambda rest, tensor: tensor(rest[0]),
-    "parameter": lambda rest, tensor: torch.nn.Parameter(tensor(rest[0]), requires_grad=False),
-    "array": lambda rest, tensor: tensor(rest[0]).numpy(),
     "scalar": _scalar,
     "dict": lambda rest, tensor: dict(_pairs(rest, tensor)),
     "ordered": lambda rest, tensor: OrderedDict(_pairs(rest, tensor)),

@@ -225,6 +225,9 @@ def merge_checkpoint(
     config = Path(model_config) if model_config is not None else None
     if config is not None and not (config / "config.json").is_file():
         raise DataError(f"--model-config {config}: holds no config.json")
+    for name, read in (("the checkpoint", source.directory), ("--model-config", config)):
+        if read is not None and target.resolve() in (read.resolve(), *read.resolve().parents):
+            raise DataError(f"{target}: is, or holds, {name} that is read; give another directory")
     conversion = _Conversion(NAMES[dtype], prune, quantize is not None)
     report = MergeReport(str(source.directory), str(target), source.step)
     report.tensors = len(source.weights)

@@ -189,6 +189,8 @@ class OurSource(Source):
             parameter, _, kind = name.rpartition("/")
             if "_states.pt" not in name and (kind == MASTER or (kind == WEIGHT and parameter not in found)):
                 found[parameter] = tensor.name
+        empty = {name for name, shape in (_plain(state.get("frozen_param_shapes")) or {}).items() if 0 in shape}
+        order = [name for name in order if name not in empty]
         missing = [name for name in order if name not in found]
         if missing:
             raise DamageError(f"{directory}: its state names {missing[0]}, which its data do not hold")

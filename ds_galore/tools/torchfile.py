@@ -134,6 +134,17 @@ class TorchTensor:
         """Number of elements."""
         return math.prod(self.shape)
 
+    def __setstate__(self, state: Any) -> None:
+        raise DamageError("a pickle changes a tensor's description")
+
+    def _check(self) -> None:
+        """Refuse what a pickle could have made of the description, before memory is read or allocated by it."""
+        numbers = [self.offset, *self.shape, *self.stride]
+        if any(type(each) is not int or each < 0 for each in numbers) or len(self.shape) != len(self.stride):
+            raise DamageError(f"{self.file.path}: an impossible tensor")
+        if self.numel > self.file.elements(self.key, self.itemsize):
+            raise DamageError(f"{self.file.path}: a tensor of {self.numel} elements, more than its storage has")
+
     def bits(self, start: int = 0, stop: int | None = None) -> Bits:
         """Elements ``[start, stop)`` in row-major order as bit patterns.
 
@@ -142,6 +153,7 @@ class TorchTensor:
         DamageError
             If the storage does not hold them.
         """
+        self._check()
         stop = self.numel if stop is None else stop
         if not 0 <= start <= stop <= self.numel:
             raise ValueError(f"[{start}, {stop}) does not lie in a tensor of {self.numel} elements")
@@ -154,6 +166,13 @@ class TorchTensor:
         steps = [step * self.itemsize for step in self.stride]
         view = np.lib.stride_tricks.as_strided(held, self.shape, steps, writeable=False)
         return np.ascontiguousarray(view).reshape(-1)[start:stop]
+
+
+def _bytearray(*arguments: Any) -> bytearray:
+    """As pickles of bytearrays ask for; never of a size alone, which would be allocated."""
+    if any(not isinstance(each, bytes | str) for each in arguments):
+        raise DamageError("an impossible bytearray")
+    return bytearray(*arguments)
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -201,6 +220,8 @@ class TorchFile:
                 raise DamageError(f"{path}: its pickle claims {archive.getinfo(name).file_size} bytes")
             order = members.get(f"{prefix}byteorder")
             try:
+                if order is not None and order.file_size > 16:
+                    raise DamageError(f"{path}: is damaged: its byte order takes {order.file_size} bytes")
                 if order is not None and archive.read(order).strip() not in (b"little", b""):
                     raise FormatError(f"{path}: was written on a big-endian machine, which is not supported")
                 data = archive.read(name)
@@ -246,6 +267,11 @@ class TorchFile:
             view, position = view[got:], position + got
         return data.view(f"<u{itemsize}").astype(f"=u{itemsize}", copy=False)
 
+    def elements(self, key: str, itemsize: int) -> int:
+        """How many elements a storage has, by the archive's table."""
+        info = self._storages.get(key)
+        return info.file_size // itemsize if info is not None else 0
+
     def _where(self, key: str) -> int:
         """Where a storage begins in the file."""
         if key in self._begins:
@@ -269,6 +295,9 @@ class TorchFile:
 class _Storage:
     def __init__(self, dtype: str, itemsize: int, key: str) -> None:
         self.dtype, self.itemsize, self.key = dtype, itemsize, key
+
+    def __setstate__(self, state: Any) -> None:
+        raise DamageError("a pickle changes a storage's description")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -295,7 +324,7 @@ class _Unpickler(pickle.Unpickler):
             "collections.defaultdict": lambda *_: {},
             "builtins.set": set,
             "builtins.frozenset": frozenset,
-            "builtins.bytearray": bytearray,
+            "builtins.bytearray": _bytearray,
             "builtins.complex": complex,
             "torch.Size": tuple,
             "torch._utils._rebuild_tensor_v2": self._tensor,

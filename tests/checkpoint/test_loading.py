@@ -267,3 +267,153 @@ def test_another_stage_model_or_tag_is_refused_by_name_on_all_ranks(pool, tmp_pa
     assert pool.run(1, attempt, str(tmp_path / "nowhere"), GALORE, {})[0] == "loaded after 0 steps"
     (tmp_path / "empty").mkdir()
     assert "holds no finished checkpoint" in pool.run(1, attempt, str(tmp_path), GALORE, {}, tag="empty")[0]
+
+
+# ---------------------------------------------------------------------- rare things
+
+
+def with_an_empty_parameter(directory: str) -> None:
+    """At stage 2; DeepSpeed 0.19.8 cannot train one at stage 3."""
+    from tests.checkpoint import engines
+
+    original = engines.jobs.tiny_llama
+
+    def build(**options: Any) -> Any:
+        model = original(**options)
+        model.model.register_parameter("nothing", torch.nn.Parameter(torch.empty(0, 4)))
+        return model
+
+    engines.jobs.tiny_llama = build
+    try:
+        engine = make(ADAMW, zero={"stage": 2})
+        jobs.train(engine, jobs.batches(2, BATCH))
+        save(engine, directory, "a")
+        again = make(ADAMW, zero={"stage": 2})
+        again.load_checkpoint(directory)
+        assert_same(logical(engine), logical(again))
+    finally:
+        engines.jobs.tiny_llama = original
+
+
+def test_a_parameter_without_elements_is_no_obstacle(pool, tmp_path):
+    from ds_galore.tools.merge import merge_checkpoint
+
+    pool.run(2, with_an_empty_parameter, str(tmp_path / "run"))
+    merge_checkpoint(tmp_path / "run", tmp_path / "merged")
+
+
+def rots(directory: str) -> tuple[str, str]:
+    """The base rots on the disk, and is not in memory: what the save raises, and of what kind the next one is."""
+    import torch.distributed as dist
+
+    engine = make(GALORE, checkpoint={"base_memory_gb": 0})
+    jobs.train(engine, jobs.batches(2, BATCH))
+    save(engine, directory, "base")
+    jobs.train(engine, jobs.batches(1, BATCH, seed=2))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        victim = next(Path(directory, "base").glob("rank-00001-*.safetensors"))
+        data = bytearray(victim.read_bytes())
+        for position in range(len(data) // 2, len(data), 50):
+            data[position] ^= 255
+        victim.chmod(0o644)
+        with victim.open("r+b") as file:
+            file.write(data)
+    dist.barrier()
+    told = "nothing"
+    try:
+        save(engine, directory, "next")
+    except Exception as error:  # noqa: BLE001 - reported
+        told = f"{type(error).__name__}: {error}"
+    save(engine, directory, "next")
+    return told, CheckpointStore(Path(directory)).open("next").manifest.kind
+
+
+def test_a_base_that_rots_on_the_disk_fails_one_save_and_the_next_is_full(pool, tmp_path):
+    outcomes = pool.run(2, rots, str(tmp_path), timeout=90)
+    assert outcomes[1][0].startswith("DamageError: "), outcomes
+    assert outcomes[0][0].startswith(("PeerError: rank 1 failed", "DamageError: ")), outcomes
+    assert [kind for _, kind in outcomes] == ["full", "full"]
+    assert CheckpointStore(tmp_path).open("next").verify() == []
+
+
+def over_native(directory: str) -> str:
+    """Our checkpoint takes the tag of a native one, and fails; the native one must still load."""
+    import torch.distributed as dist
+
+    native = make(GALORE, None)
+    jobs.train(native, jobs.batches(2, BATCH))
+    native.save_checkpoint(directory, tag="last")
+    dist.barrier()
+    engine = make(GALORE)
+    engine.load_checkpoint(directory)
+    expected = logical(engine)
+
+    def full(point: str) -> None:
+        if point == "committing":
+            raise OSError(28, "No space left on device")
+
+    engine.checkpoint_engine.hook = full
+    try:
+        save(engine, directory, "last")
+    except Exception as error:  # noqa: BLE001 - reported
+        told = type(error).__name__
+    engine.checkpoint_engine.hook = lambda point: None
+    again = make(GALORE)
+    again.load_checkpoint(directory)
+    assert_same(expected, logical(again))
+    save(engine, directory, "last")
+    dist.barrier()
+    ours = make(GALORE)
+    ours.load_checkpoint(directory)
+    assert_same(expected, logical(ours))
+    return told
+
+
+def test_a_native_checkpoint_is_whole_until_ours_of_the_same_tag_is_committed(pool, tmp_path):
+    assert pool.run(2, over_native, str(tmp_path)) == ["OSError", "PeerError"]
+    assert all(path.stat().st_size < 200 for path in (tmp_path / "last").glob("*_states.pt"))
+
+
+def nowhere(directory: str) -> str:
+    engine = make(GALORE)
+    jobs.train(engine, jobs.batches(1, BATCH))
+    try:
+        engine.save_checkpoint(directory, tag="a")
+    except Exception as error:  # noqa: BLE001 - reported
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_save_directory_that_cannot_be_made_fails_on_all_ranks(pool, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    for told in pool.run(2, nowhere, str(tmp_path / "file" / "run"), timeout=60):
+        assert "Not a directory" in told or "PeerError" in told, told
+
+
+def swapped(directory: str, order: list[bool]) -> dict[str, torch.Tensor]:
+    """Two parameter groups, in one order or the other."""
+    from ds_galore.zero.binding import flat_parts
+
+    model = jobs.tiny_llama()
+    norms = [p for n, p in model.named_parameters() if "norm" in n]
+    others = [p for n, p in model.named_parameters() if "norm" not in n]
+    groups = [{"params": norms if first else others} for first in order]
+    section = {"ds_galore": {"checkpoint": {}}}
+    engine = jobs.start(model, jobs.config(ADAMW, micro=2, **section), model_parameters=groups)
+    if not Path(directory).exists():
+        jobs.train(engine, jobs.batches(2, 4))
+        save(engine, directory, "a")
+    else:
+        engine.load_checkpoint(directory)
+    return {
+        part.name: flat.tensor.detach()[part.offset : part.offset + part.numel].clone()
+        for flat in flat_parts(engine)
+        for part in flat.parts
+    }
+
+
+def test_parameter_groups_in_another_order_are_found_by_name(pool, tmp_path):
+    expected = pool.run(2, swapped, str(tmp_path / "run"), [True, False])
+    for a, b in zip(expected, pool.run(2, swapped, str(tmp_path / "run"), [False, True]), strict=True):
+        assert_same(dict(sorted(a.items())), dict(sorted(b.items())))

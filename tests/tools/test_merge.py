@@ -225,6 +225,40 @@ def test_an_output_that_is_there_is_left_alone_without_overwrite(saved, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
+def test_an_output_that_is_or_holds_what_is_read_is_refused_even_to_be_overwritten(saved, tmp_path):
+    import shutil
+
+    directory, _ = saved
+    shutil.copytree(directory / "ours", tmp_path / "run")
+    for out in (tmp_path / "run", tmp_path / "run" / "b", tmp_path):
+        with pytest.raises(DataError, match="is, or holds, the checkpoint that is read"):
+            merge_checkpoint(tmp_path / "run", out, overwrite=True)
+    assert CheckpointStore(tmp_path / "run").open("b").verify() == []
+
+
+def test_descriptions_of_tensors_cannot_be_used_to_read_or_allocate_memory(tmp_path):
+    # BUILD on what stands for a tensor: pickled as an object with a state.
+    stream = (
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\n"
+        b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x08tQK\x00(K\x08t(K\x01t\x89NtR"
+    )
+    bombs = {
+        "build": stream + b"}X\x06\x00\x00\x00strideK\x00\x85sb.",
+        "bytearray": b"\x80\x02c__builtin__\nbytearray\n\x8a\x06\x00\x00\x00\x00\x10\x00\x85R.",
+        "stride": stream.replace(b"(K\x08t(K\x01t", b"(\x8a\x06\x00\x00\x00\x00\x10\x00t(K\x00t") + b".",
+    }
+    for name, data in bombs.items():
+        with zipfile.ZipFile(tmp_path / f"{name}.pt", "w") as archive:
+            archive.writestr("x/data.pkl", data)
+            archive.writestr("x/data/0", bytes(32))
+        with pytest.raises(DamageError):
+            [tensor.bits() for tensor in _tensors(TorchFile(tmp_path / f"{name}.pt").content)]
+    with zipfile.ZipFile(tmp_path / "fine.pt", "w") as archive:
+        archive.writestr("x/data.pkl", stream + b".")
+        archive.writestr("x/data/0", bytes(range(32)))
+    assert TorchFile(tmp_path / "fine.pt").content.bits().tobytes() == bytes(range(32))
+
+
 def test_damage_leaves_nothing_behind(saved, tmp_path):
     import shutil
 
