@@ -166,7 +166,10 @@ def restore(value: Any, tensor: Callable[[str], Tensor]) -> Any:
         raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
         raise DamageError(f"a saved state holds the impossible form {form!r}: {error}") from None
-    return kind(tensor(name))  # what reading a tensor runs into is no matter of the form
+    try:
+        return kind(tensor(name))
+    except (KeyError, TypeError) as error:  # anything else that reading a tensor runs into is no matter of the form
+        raise DamageError(f"a saved state names the tensor {name!r}, which is not there: {error}") from None
 
 
 def _all(values: list[Any], tensor: Callable[[str], Tensor]) -> list[Any]:
