@@ -169,7 +169,7 @@ def restore(value: Any, tensor: Callable[[str], Tensor]) -> Any:
     try:
         return kind(tensor(name))
     except (KeyError, TypeError) as error:  # anything else that reading a tensor runs into is no matter of the form
-        raise DamageError(f"a saved state names the tensor {name!r}, which is not there: {error}") from None
+        raise DamageError(f"a saved state holds the impossible form {form!r}: no such tensor: {error}") from None
 
 
 def _all(values: list[Any], tensor: Callable[[str], Tensor]) -> list[Any]:
