@@ -77,6 +77,7 @@ def compare(directory: Path) -> None:
     ).splitlines()[-1]
     with tempfile.TemporaryDirectory(dir=directory) as work:
         out = Path(work) / "out"
+        script = shutil.copy(script, work)  # beside its package's modules it would import those for torch
         merge = [sys.executable, "-m", "ds_galore", "merge"]
         ways = {
             "zero_to_fp32.py, native": [sys.executable, script, str(directory / "native"), str(out)],

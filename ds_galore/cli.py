@@ -18,7 +18,6 @@ from typing import Any
 import click
 
 from ds_galore import __version__
-from ds_galore.config import DEEPSPEED_OPTIMIZERS, GALORE_OPTIMIZERS, check_config, load_config, section
 from ds_galore.errors import DataError, DsGaloreError
 
 __all__ = ["main"]
@@ -73,6 +72,8 @@ def config() -> None:
 @click.argument("path", type=click.Path(path_type=Path))
 def check(path: Path) -> None:
     """Refuse the configuration at PATH if ds_galore would, and say why (exit status 2)."""
+    from ds_galore.config import DEEPSPEED_OPTIMIZERS, check_config, load_config
+
     check_config(load_config(path), DEEPSPEED_OPTIMIZERS)
     click.echo(f"{path}: fine")
 
@@ -90,6 +91,8 @@ def check(path: Path) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes are in bytes.")
 def estimate(path: Path, model_config: Path, world_size: int, precision: str, as_json: bool) -> None:
     """Estimate a rank's memory for model states, beside plain AdamW."""
+    from ds_galore.config import check_config, load_config
+
     settings = load_config(path)
     check_config(settings)
     plans = _plans(settings, model_config, world_size, precision)
@@ -392,6 +395,7 @@ def _plans(settings: dict[str, Any], model_config: Path, world_size: int, precis
     """By optimizer, the bytes of each kind on the fullest rank."""
     from dataclasses import asdict
 
+    from ds_galore.config import GALORE_OPTIMIZERS, section
     from ds_galore.tools.memory import ParameterPlan, plan_memory
 
     model = _empty_model(model_config)
