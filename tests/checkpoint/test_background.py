@@ -69,7 +69,7 @@ def one_at_a_time(directory: str) -> dict[str, float]:
 
     def hook(point: str) -> None:
         if point == "writing":
-            slow.wait(1.0)
+            slow.wait(2.0)
 
     engine.checkpoint_engine.hook = hook
     seconds = {}
@@ -89,8 +89,8 @@ def one_at_a_time(directory: str) -> dict[str, float]:
 
 def test_one_save_is_in_flight_at_most_also_of_a_tag_that_is_its_own_base(pool, tmp_path):
     for seconds in pool.run(2, one_at_a_time, str(tmp_path)):
-        assert seconds["same0"] < 0.9
-        assert all(seconds[key] > 0.9 for key in ("same1", "same2", "other3"))
+        assert seconds["same0"] < 1.7
+        assert all(seconds[key] > 1.7 for key in ("same1", "same2", "other3"))
     store = CheckpointStore(tmp_path)
     assert store.latest() == "other"
     assert [store.open(tag).verify() for tag in store.tags()] == [[], []]
