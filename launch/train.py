@@ -319,7 +319,7 @@ class Trainer:
         """
         self.finish_saving()
         found: list[str | None] = [None]
-        with contextlib.suppress(OSError):  # of a search that one rank makes, for which the others wait
+        with self.group.together(), contextlib.suppress(OSError):  # one rank searches, and the others wait for it
             found = [newest_intact(self.checkpoints, up_to_step=step - 2) if self.rank == 0 else None]
         dist.broadcast_object_list(found, src=0)
         advice = (

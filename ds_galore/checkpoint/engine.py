@@ -100,7 +100,8 @@ class _Job:
     latest: bool
     written: dict[tuple[str, int], Bits] = field(default_factory=dict)
     seconds: float = 0.0
-    leaving: bool = False
+    leaving: bool = False  # nobody will call wait() any more
+    abandoned: bool = False  # some rank could not write its part
 
 
 class SaveEngine(CheckpointEngine):  # type: ignore[misc]
@@ -238,7 +239,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             _vote(group, guard)
         except BaseException as error:
             self._flight, self._told = None, False
-            _failed.add(job.token)  # rank 0 need not wait for ranks that have nothing to tell
+            job.abandoned = True  # rank 0 need not wait for ranks that have nothing to tell
             work.wait()
             self._release(job)
             if getattr(error, "exit_code", None) in (DamageError.exit_code, FormatError.exit_code):
@@ -636,7 +637,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
     def _other_than(store: CheckpointStore, tag: str, tried: set[str], group: RankGroup) -> tuple[str, str | None]:
         """On all ranks: what else could be loaded, in words; and its tag, if it is in the same save directory."""
         found: list[Any] = [("no intact checkpoint is beside it", None)]
-        with contextlib.suppress(OSError):  # of a search that one rank makes: the others must not wait for it in vain
+        with group.together(), contextlib.suppress(OSError):  # one rank searches; the others must not wait in vain
             found = SaveEngine._search(store, tag, tried) if group.rank == 0 else found
         dist.broadcast_object_list(found, src=0)
         words, name = found[0]
@@ -673,9 +674,6 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         self._base = Base(base_tag, (Source(store.path(tag), drop),), saves)
 
 
-_failed: set[str] = set()  # saves that some rank could not write
-
-
 def _done(job: _Job, rank: int) -> Path:
     """Where a rank says that its files are durable."""
     return job.store.path(job.tag) / f".done-{job.token}-{rank:05}"
@@ -702,7 +700,7 @@ def _await_report(job: _Job, rank: int) -> Any:
         try:
             report = json.loads(_done(job, rank).read_bytes())
         except FileNotFoundError:
-            if job.token in _failed:
+            if job.abandoned:
                 raise PeerError(f"{job.tag}: not committed, since another rank failed") from None
             if job.leaving or not threading.main_thread().is_alive():  # nobody can tell any more that a rank has died
                 ending = ending if ending is not None else time.monotonic()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def main(directory: str, rank: str, world: str, store: str, victim: str, point: 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world))
     deepspeed.init_distributed("gloo", verbose=False)
     engine = build()
-    if os.path.exists(os.path.join(directory, "latest")):  # noqa: PTH110, PTH118
+    if Path(directory, "latest").exists():
         engine.load_checkpoint(directory)
     passed = 0
 
