@@ -223,7 +223,7 @@ def _planes(codecs: Any, compressor: Any, reference: Any, now: Any, old: Any) ->
     return int(encoded.nbytes)
 
 
-def stall(run: Run, row: str, hidden: int, output: Path, repeats: int, steps: int) -> dict[str, Any]:
+def stall(run: Run, row: str, hidden: int, output: Path, repeats: int, pairs: int, steps: int) -> dict[str, Any]:
     """Time until a save returns, alternating with DeepSpeed's own; training speed with and without a save."""
     run.train(3)
     ours, native = [], []
@@ -238,14 +238,15 @@ def stall(run: Run, row: str, hidden: int, output: Path, repeats: int, steps: in
         if run.rank == 0:
             shutil.rmtree(output / "native")
     without, during = [], []
-    for number in range(2 if steps else 0):
-        without.append(run.train(steps))
-        begin = time.perf_counter()
-        run.train(steps // 2)
-        run.save(output / "ours", f"middle-{number}")
-        run.train(steps - steps // 2)
-        during.append(time.perf_counter() - begin)
-        run.engine.checkpoint_engine.wait()
+    for number in range(pairs):
+        for saves in (False, True) if number % 2 else (True, False):  # what drifts on the machine falls on both alike
+            begin = time.perf_counter()
+            run.train(steps // 2)
+            if saves:
+                run.save(output / "ours", f"middle-{number}")
+            run.train(steps - steps // 2)
+            (during if saves else without).append(time.perf_counter() - begin)
+            run.engine.checkpoint_engine.wait()
     if run.rank:
         return {}
     medians = statistics.median(ours), statistics.median(native)
@@ -254,6 +255,7 @@ def stall(run: Run, row: str, hidden: int, output: Path, repeats: int, steps: in
     found["seconds_without"], found["seconds_with"] = without, during
     if during:
         found["speed_with_a_save"] = sum(without) / sum(during)
+        found["speed_with_a_save_of_pairs"] = [a / b for a, b in zip(without, during, strict=True)]
     found["bytes_a_rank_copies"] = run.engine.checkpoint_engine.last_copied_bytes
     found["peak_host_bytes_of_rank_0"] = run.engine.checkpoint_engine.peak_host_bytes
     return found
@@ -265,6 +267,8 @@ def main() -> None:
     parser.add_argument("--row", choices=sorted(ROWS), required=True)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--gap", type=int, default=50)
+    parser.add_argument("--repeats", type=int, default=10, help="saves of each engine whose times are taken")
+    parser.add_argument("--pairs", type=int, default=4, help="blocks of --gap steps, with a save and without")
     parser.add_argument("--micro", type=int, default=2, help="samples a rank and step")
     parser.add_argument("--hidden", type=int, default=512, help="of the model, to see how times grow")
     parser.add_argument("--output", type=Path, default=Path("runs/bench-checkpoints"))
@@ -283,8 +287,8 @@ def main() -> None:
     dist.barrier()
     run = Run(arguments.row, arguments.micro, arguments.hidden)
     if arguments.row.startswith("stall"):
-        steps = arguments.gap if arguments.row == "stall" else 0
-        found = stall(run, arguments.row, arguments.hidden, output, 10, steps)
+        pairs = arguments.pairs if arguments.row == "stall" else 0
+        found = stall(run, arguments.row, arguments.hidden, output, arguments.repeats, pairs, arguments.gap)
     else:
         found = sizes(run, arguments.row, output, arguments.steps, arguments.gap)
     if dist.get_rank() == 0:

@@ -216,6 +216,41 @@ def merge(path: Path, out: Path, tag: str | None, form: str, as_json: bool, quie
             click.echo("LOSSY: matrices quantised to int8; ds_galore.tools.merge.dequantize gives them back")
 
 
+@main.command()
+@_source_options
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--world-size", type=click.IntRange(min=1), required=True, help="Number of data-parallel ranks.")
+@click.option("--format", "form", type=click.Choice(["ds_galore", "deepspeed"]), default="ds_galore", show_default=True)
+@click.option(
+    "--sub-group-size",
+    type=click.IntRange(min=1),
+    help="zero_optimization.sub_group_size of who will load it (ZeRO 3).",
+)
+@click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Threads.")
+@click.option("--overwrite", is_flag=True, help="Replace OUT if it is not empty.")
+@json_option
+@quiet_option
+def reshard(path: Path, out: Path, tag: str | None, form: str, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Write the checkpoint at PATH into a save directory OUT as another number of ranks would have saved it.
+
+    With --format deepspeed, DeepSpeed loads it without this package. PATH as for merge.
+    """
+    from dataclasses import asdict
+
+    from ds_galore.tools.reshard import reshard_checkpoint
+
+    with _progress("resharding", shown=not (quiet or as_json)) as progress:
+        report = reshard_checkpoint(path, out, tag=tag, format=form, progress=progress, **options)
+    if as_json:
+        click.echo(json.dumps(asdict(report)))
+    elif not quiet:
+        step = "" if report.step is None else f" (step {report.step})"
+        click.echo(
+            f"{report.source}{step}: the state of {report.from_world_size} ranks for {report.world_size},"
+            f" {_size(report.bytes)} written to {report.out}/{report.tag}"
+        )
+
+
 @contextlib.contextmanager
 def _progress(label: str, *, shown: bool) -> Iterator[Any]:
     """A progress bar on a terminal."""

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from ds_galore.checkpoint.codecs import Encoded
 from ds_galore.checkpoint.codecs.base import Bits, Bytes
 from ds_galore.checkpoint.errors import DamageError, FormatError
+from ds_galore.checkpoint.scratch import Kept, KeptEncoded
 
 __all__ = [
     "DTYPES",
@@ -154,7 +155,7 @@ def replace_file(path: Path, blocks: Iterable[bytes | memoryview], *, mode: int 
     return FileRecord(path.name, size, state.hexdigest())
 
 
-def write_data_file(path: Path, shards: Iterable[tuple[Entry, Encoded]]) -> FileRecord:
+def write_data_file(path: Path, shards: Iterable[tuple[Entry, Encoded | KeptEncoded]]) -> FileRecord:
     """Write encoded shards as a read-only safetensors file.
 
     Parameters
@@ -192,7 +193,7 @@ def write_data_file(path: Path, shards: Iterable[tuple[Entry, Encoded]]) -> File
     def blocks() -> Iterator[bytes | memoryview]:
         yield head
         for data in parts:
-            yield np.ascontiguousarray(data).data
+            yield (data.elements(0, data.size) if isinstance(data, Kept) else np.ascontiguousarray(data)).data
 
     header_digest = hashlib.blake2b(head, digest_size=16).hexdigest()
     return replace(replace_file(path, blocks(), mode=0o444), header=header_digest)

@@ -5,7 +5,6 @@ Imports torch and this package. Nothing here is collective.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ds_galore.checkpoint.codecs.base import Bits
-from ds_galore.checkpoint.errors import DamageError, FormatError, NotCommittedError
-from ds_galore.checkpoint.files import FORMAT, VERSION, FileRecord
+from ds_galore.checkpoint.errors import DamageError, NotCommittedError
 from ds_galore.checkpoint.manifest import MANIFEST
 from ds_galore.checkpoint.pieces import MASTER, assemble
 from ds_galore.checkpoint.reader import CheckpointReader
@@ -137,7 +135,7 @@ class PreparedLoad:
             own = f"zero_pp_rank_{number}_mp_rank_00{suffix}"
             found = [name for name in names if name in (own, f"bf16_{own}", f"mp_rank_00{suffix}")]
             if found:
-                return _values(self._reader, found[0])
+                return self._reader.state(found[0])
         raise DamageError(f"{self.directory}: its manifest names no file for {suffix}")
 
 
@@ -154,7 +152,7 @@ def load_file(target: Path, map_location: Any = None) -> Any:
             raise NotCommittedError(f"{target.parent}: was never finished (no {MANIFEST})")
         return torch.load(str(target), map_location=map_location, weights_only=False)
     reader = CheckpointReader(target.parent)
-    values = _values(reader, target.name)
+    values = reader.state(target.name)
     places = values["tensors"]
 
     def tensor(path: str) -> Tensor:
@@ -170,23 +168,6 @@ def is_placeholder(path: Path) -> bool:
             return file.read(1) == b"{"
     except OSError:
         return False
-
-
-def _values(reader: CheckpointReader, name: str) -> Any:
-    record = reader.manifest.states.get(name)
-    if record is None:
-        raise DamageError(f"{reader.directory}: its manifest does not name {name}")
-    path = reader.directory / record.name
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise DamageError(f"{path}: cannot be read: {error.strerror}") from None
-    if (len(data), FileRecord.of(record.name, data).digest) != (record.bytes, record.digest):
-        raise DamageError(f"{path}: is not what was written")
-    values = json.loads(data)
-    if values.get("format") != FORMAT or values.get("version") != VERSION:
-        raise FormatError(f"{path}: is of another format or version")
-    return values
 
 
 def _check_stage(directory: Path, saved: object, stage: int) -> None:

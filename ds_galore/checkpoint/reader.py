@@ -5,6 +5,7 @@ Imports NumPy and its neighbours; neither torch nor DeepSpeed.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -16,8 +17,8 @@ import numpy.typing as npt
 
 from ds_galore.checkpoint.codecs import Reference, decode
 from ds_galore.checkpoint.codecs.base import Bits, CodecError
-from ds_galore.checkpoint.errors import DamageError
-from ds_galore.checkpoint.files import DTYPES, DataFile, Entry, digest_of, file_digest
+from ds_galore.checkpoint.errors import DamageError, FormatError
+from ds_galore.checkpoint.files import DTYPES, FORMAT, VERSION, DataFile, Entry, FileRecord, digest_of, file_digest
 from ds_galore.checkpoint.manifest import Manifest
 
 __all__ = ["CheckpointReader", "LogicalTensor"]
@@ -215,6 +216,36 @@ class CheckpointReader:
         if len(tensor.shape) != 2:
             raise CodecError(f"{tensor.name} has shape {tensor.shape}, and a factor is a matrix")
         return bits.astype(np.uint32, copy=False).view(np.float32).reshape(tensor.shape)
+
+    def state(self, name: str) -> Any:
+        """The content of the state file with DeepSpeed's name ``name``: ``state`` and ``tensors``, and its format.
+
+        Raises
+        ------
+        FormatError, DamageError
+            If it is of another version, is missing, or is not what was written.
+        """
+        record = self.manifest.states.get(name)
+        if record is None:
+            raise DamageError(f"{self.directory}: its manifest does not name {name}")
+        path = self.directory / record.name
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise DamageError(f"{path}: cannot be read: {error.strerror}") from None
+        if (len(data), FileRecord.of(record.name, data).digest) != (record.bytes, record.digest):
+            raise DamageError(f"{path}: is not what was written")
+        try:
+            values = json.loads(data)
+            found = (values["format"], values["version"])
+            if not isinstance(values["tensors"], dict):
+                raise TypeError("its tensors are not described")
+            values["state"]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise DamageError(f"{path}: is no state file: {error}") from None
+        if found != (FORMAT, VERSION):
+            raise FormatError(f"{path}: is of another format or version: {found}")
+        return values
 
     def held_by(self, rank: int) -> Mapping[tuple[str, int, int], Entry]:
         """What a rank's newest file holds, by name and range; nothing of a rank that did not write."""

@@ -37,6 +37,7 @@ from ds_galore.checkpoint.files import (
 )
 from ds_galore.checkpoint.manifest import MANIFEST, Manifest
 from ds_galore.checkpoint.reader import CheckpointReader
+from ds_galore.checkpoint.scratch import KeptEncoded, Scratch
 from ds_galore.errors import ConfigError
 
 __all__ = ["CheckpointStore", "Shard"]
@@ -131,6 +132,7 @@ class CheckpointStore:
         base: CheckpointReader | None = None,
         linked: Sequence[FileRecord] | None = None,
         compressor: Compressor = ZSTD,
+        scratch: Scratch | None = None,
     ) -> list[FileRecord]:
         """Write one rank's data file durably, and link what it builds on.
 
@@ -148,6 +150,8 @@ class CheckpointStore:
             What :meth:`link` returned, where the base's files are in the directory already.
         compressor
             Of byte planes.
+        scratch
+            Where encoded shards wait for the last of them; in memory by default.
 
         Returns
         -------
@@ -156,7 +160,7 @@ class CheckpointStore:
         """
         directory = self.path(tag)
         directory.mkdir(parents=True, exist_ok=True)
-        encoded = []
+        encoded: list[tuple[Entry, Encoded | KeptEncoded]] = []
         for shard in shards:
             if shard.bits.dtype.itemsize != DTYPES[shard.dtype]:
                 raise ConfigError(f"{shard.name}: {shard.bits.dtype} elements cannot be stored as {shard.dtype}")
@@ -164,7 +168,7 @@ class CheckpointStore:
             digest = shard.digest if shard.digest is not None else digest_of(kept)
             start, stop = shard.start, shard.start + shard.bits.size
             entry = Entry(shard.name, shard.dtype, shard.shape, start, stop, code.codec, code.params, (), digest)
-            encoded.append((entry, code))
+            encoded.append((entry, code if scratch is None else scratch.keep_encoded(code)))
         self._hook("encoded")
         older = list(linked) if linked is not None else [] if base is None else self.link(tag, rank, base)
         self._hook("linked")

@@ -7,20 +7,17 @@ memory is bounded by the largest and the number of workers, not by the model.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from threadpoolctl import threadpool_limits
 
 from ds_galore.checkpoint.codecs.base import Bits
 from ds_galore.errors import ConfigError, DataError
-from ds_galore.tools.output import FLOATS, SafetensorsFile, cast, copy_files, new_directory, plan_shards
+from ds_galore.tools.output import FLOATS, SafetensorsFile, cast, copy_files, in_threads, new_directory, plan_shards
 from ds_galore.tools.source import Info, Source, as_array, open_source, resolve
 
 __all__ = ["LazyStateDict", "MergeReport", "dequantize", "load_state_dict", "merge_checkpoint"]
@@ -307,7 +304,7 @@ def _write_safetensors(
             if pruned:
                 report.pruned[name] = pruned
 
-        _in_threads(convert, source.weights, workers, progress)
+        in_threads(convert, source.weights, workers, progress)
     finally:
         for each in files.values():
             each.close()
@@ -318,45 +315,10 @@ def _write_safetensors(
         report.files.append("model.safetensors.index.json")
 
 
-def _in_threads(
-    work: Callable[[str], None],
-    tensors: Mapping[str, Info],
-    workers: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> None:
-    """Work on every tensor, the largest first; the first error ends it."""
-    total, done, lock = sum(info.nbytes for info in tensors.values()), 0, threading.Lock()
-    stopped = threading.Event()
-
-    def one(name: str) -> None:
-        nonlocal done
-        if stopped.is_set():
-            return
-        work(name)
-        with lock:
-            done += tensors[name].nbytes
-            progress(done, total)
-
-    pool = ThreadPoolExecutor(workers)
-    limits = threadpool_limits(1, user_api="blas")  # the workers are the parallelism
-    try:
-        futures = [pool.submit(one, name) for name in sorted(tensors, key=lambda name: -tensors[name].nbytes)]
-        finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        stopped.set()
-        for each in finished:
-            each.result()
-        for each in futures:
-            each.result()
-    finally:
-        stopped.set()
-        pool.shutdown(wait=True, cancel_futures=True)
-        limits.restore_original_limits()
-
-
 def _write_optimizer(source: Source, directory: Path, workers: int, report: MergeReport) -> None:
     file = SafetensorsFile(directory / "optimizer.safetensors", source.optimizer, {"format": "pt"})
     try:
-        _in_threads(lambda name: file.write(name, source.state(name)), source.optimizer, workers)
+        in_threads(lambda name: file.write(name, source.state(name)), source.optimizer, workers)
     finally:
         file.close()
     report.files.append("optimizer.safetensors")

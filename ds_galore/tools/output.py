@@ -12,18 +12,21 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from ds_galore.checkpoint.codecs.base import Bits
 from ds_galore.checkpoint.files import DTYPES, sync_directory
 from ds_galore.errors import DataError
 from ds_galore.tools.source import Info
 
-__all__ = ["SafetensorsFile", "cast", "new_directory", "plan_shards"]
+__all__ = ["SafetensorsFile", "cast", "in_threads", "new_directory", "plan_shards"]
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -183,3 +186,38 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> Sequence[str
             shutil.copyfile(source / name, target / name)
             copied.append(name)
     return copied
+
+
+def in_threads(
+    work: Callable[[str], None],
+    tensors: Mapping[str, Info],
+    workers: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Work on every tensor, the largest first; the first error ends it."""
+    total, done, lock = sum(info.nbytes for info in tensors.values()), 0, threading.Lock()
+    stopped = threading.Event()
+
+    def one(name: str) -> None:
+        nonlocal done
+        if stopped.is_set():
+            return
+        work(name)
+        with lock:
+            done += tensors[name].nbytes
+            progress(done, total)
+
+    pool = ThreadPoolExecutor(workers)
+    limits = threadpool_limits(1, user_api="blas")  # the workers are the parallelism
+    try:
+        futures = [pool.submit(one, name) for name in sorted(tensors, key=lambda name: -tensors[name].nbytes)]
+        finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        stopped.set()
+        for each in finished:
+            each.result()
+        for each in futures:
+            each.result()
+    finally:
+        stopped.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+        limits.restore_original_limits()

@@ -5,7 +5,6 @@ Imports NumPy and its neighbours; neither torch nor DeepSpeed.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from abc import ABC, abstractmethod
@@ -19,13 +18,13 @@ import numpy.typing as npt
 
 from ds_galore.checkpoint.codecs.base import Bits
 from ds_galore.checkpoint.errors import DamageError, FormatError, NotCommittedError
-from ds_galore.checkpoint.files import DTYPES, FORMAT, VERSION, FileRecord
+from ds_galore.checkpoint.files import DTYPES
 from ds_galore.checkpoint.manifest import MANIFEST
 from ds_galore.checkpoint.reader import CheckpointReader
 from ds_galore.errors import DataError
 from ds_galore.tools.torchfile import Opaque, TorchFile, TorchTensor
 
-__all__ = ["Info", "NativeSource", "Source", "as_array", "open_source", "resolve"]
+__all__ = ["Info", "NativeSource", "Source", "as_array", "natural", "open_source", "resolve"]
 
 LATEST = "latest"
 #: Kinds of logical tensors: see docs/format.md.
@@ -208,17 +207,10 @@ class OurSource(Source):
     def _model_state(self) -> Any:
         """The content of the first rank's model state file."""
         records = self.reader.manifest.states
-        name = min((each for each in records if each.endswith("_model_states.pt")), key=_natural, default=None)
+        name = min((each for each in records if each.endswith("_model_states.pt")), key=natural, default=None)
         if name is None:
             raise DamageError(f"{self.directory}: its manifest names no model state file")
-        path = self.directory / records[name].name
-        data = path.read_bytes()
-        if FileRecord.of(path.name, data).digest != records[name].digest:
-            raise DamageError(f"{path}: is not what was written")
-        values = json.loads(data)
-        if values.get("format") != FORMAT or values.get("version") != VERSION:
-            raise FormatError(f"{path}: is of another format or version")
-        return values
+        return self.reader.state(name)
 
     def weight(self, name: str) -> Bits:
         """As in :class:`Source`."""
@@ -229,7 +221,8 @@ class OurSource(Source):
         return self.reader.bits(name)
 
 
-def _natural(text: str) -> list[Any]:
+def natural(text: str) -> list[Any]:
+    """A key by which names with numbers are in the order of the numbers."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]
 
 
@@ -286,8 +279,8 @@ class NativeSource(Source):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        optim = sorted(directory.glob("*_optim_states.pt"), key=lambda path: _natural(path.name))
-        model = sorted(directory.glob("*_model_states.pt"), key=lambda path: _natural(path.name))
+        optim = sorted(directory.glob("*_optim_states.pt"), key=lambda path: natural(path.name))
+        model = sorted(directory.glob("*_model_states.pt"), key=lambda path: natural(path.name))
         if not model or not optim:
             raise DataError(f"{directory}: has no files named *_{'optim' if model else 'model'}_states.pt")
         first = TorchFile(optim[0])
@@ -410,9 +403,23 @@ class NativeSource(Source):
         """As in :class:`Source`."""
         return self._joined(name, self._state_parts[name], self.optimizer[name])
 
-    def _joined(self, name: str, parts: list[_Part], info: Info) -> Bits:
+    def weight_range(self, name: str, start: int, stop: int) -> Bits:
+        """Elements ``[start, stop)`` of a weight or buffer."""
+        return self._range(name, self._parts[name], start, stop)
+
+    def state_range(self, name: str, start: int, stop: int) -> Bits:
+        """Elements ``[start, stop)`` of a tensor of the optimizer."""
+        return self._range(name, self._state_parts[name], start, stop)
+
+    def _range(self, name: str, parts: list[_Part], start: int, stop: int) -> Bits:
+        kind = f"u{DTYPES[parts[0].tensor.dtype]}" if parts else "u1"
+        return self._joined(name, list(_cut(parts, stop - start, skip=start)), Info("", (stop - start,)), kind)
+
+    def _joined(self, name: str, parts: list[_Part], info: Info, empty: str = "u1") -> Bits:
         arrays = [part.tensor.bits(part.start, part.stop) for part in parts]
-        found = np.concatenate(arrays) if len(arrays) != 1 else arrays[0]
+        found: Bits = np.zeros(0, dtype=empty)
+        if arrays:
+            found = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
         if found.size != info.numel:
             raise DamageError(f"{self.directory}: {found.size} elements of {name} are there, and it has {info.numel}")
         return found

@@ -25,7 +25,7 @@ import numpy as np
 from ds_galore.checkpoint.codecs.base import Bits
 from ds_galore.checkpoint.errors import DamageError, FormatError
 
-__all__ = ["Opaque", "TorchFile", "TorchTensor"]
+__all__ = ["DType", "Opaque", "Size", "TorchFile", "TorchTensor"]
 
 #: safetensors' names, and bytes of an element, by torch's storage classes and dtypes.
 STORAGES = {
@@ -74,10 +74,17 @@ OPAQUE = frozenset(
         "numpy._core.multiarray._reconstruct",
         "numpy.core.multiarray.scalar",
         "numpy._core.multiarray.scalar",
-        "_codecs.encode",
         "argparse.Namespace",
     }
 )
+
+
+class DType(str):
+    """A torch dtype's name where a dtype stands."""
+
+
+class Size(tuple[int, ...]):
+    """A ``torch.Size``."""
 
 
 class Opaque:
@@ -87,8 +94,11 @@ class Opaque:
     arguments: tuple[Any, ...] = ()
     state: Any = None
 
+    called = False  #: whether it was made by a call of its class, rather than as an object to be filled
+
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
+        self.called = True
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -166,6 +176,13 @@ class TorchTensor:
         steps = [step * self.itemsize for step in self.stride]
         view = np.lib.stride_tricks.as_strided(held, self.shape, steps, writeable=False)
         return np.ascontiguousarray(view).reshape(-1)[start:stop]
+
+
+def _latin1(*arguments: Any) -> bytes:
+    """As pickles of protocol 2 ask for, for bytes."""
+    if len(arguments) != 2 or not isinstance(arguments[0], str) or arguments[1] not in ("latin1", "latin-1"):
+        raise DamageError("impossible bytes")
+    return arguments[0].encode("latin-1")
 
 
 def _bytearray(*arguments: Any) -> bytearray:
@@ -318,15 +335,16 @@ class _Unpickler(pickle.Unpickler):
         if full == "torch.storage.UntypedStorage":
             return STORAGES["UntypedStorage"]
         if module == "torch" and name in DTYPES:
-            return name
+            return DType(name)
         known: dict[str, Callable[..., Any]] = {
             "collections.OrderedDict": OrderedDict,
             "collections.defaultdict": lambda *_: {},
             "builtins.set": set,
             "builtins.frozenset": frozenset,
             "builtins.bytearray": _bytearray,
+            "_codecs.encode": _latin1,
             "builtins.complex": complex,
-            "torch.Size": tuple,
+            "torch.Size": Size,
             "torch._utils._rebuild_tensor_v2": self._tensor,
             "torch._utils._rebuild_tensor": self._tensor,
             "torch._tensor._rebuild_from_type_v2": self._with_attributes,

@@ -1,0 +1,202 @@
+"""Resharding against what DeepSpeed itself saves and loads on that number of ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ds_galore.checkpoint.reader import CheckpointReader
+from ds_galore.errors import ConfigError, DataError
+from ds_galore.tools.merge import load_state_dict
+from ds_galore.tools.reshard import reshard_checkpoint
+from tests import jobs
+from tests.checkpoint.engines import ADAMW, BATCH, BF16, contents, logical, make, save
+
+GALORE = jobs.galore(update_proj_gap=3)
+CLIENT = {"epoch": 3, "seen": np.arange(4), "half": 0.5, "names": ("a", {"b"}), "nan": float("nan"), "b": b"xy"}
+
+
+def trained(directory: str, optimizer: dict[str, Any], extra: dict[str, Any]) -> None:
+    """The same state, saved as ours and as DeepSpeed's own."""
+    import torch.distributed as dist
+    from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+    engine = make(optimizer, **extra)
+    jobs.train(engine, jobs.batches(5, BATCH))
+    save(engine, f"{directory}/ours", "t", **CLIENT)
+    engine.checkpoint_engine = TorchCheckpointEngine(engine._config)
+    engine.save_checkpoint.__wrapped__(f"{directory}/native", tag="t", client_state=CLIENT)
+    dist.barrier()
+
+
+def loaded_and_saved(directory: str, out: str, optimizer: dict[str, Any], extra: dict[str, Any]) -> Any:
+    """Load one of our checkpoints, save it again, and go on."""
+    engine = make(optimizer, **extra)
+    path, client = engine.load_checkpoint(directory)
+    assert path is not None
+    before = logical(engine)
+    save(engine, out, "t", **{key: client[key] for key in CLIENT})  # DeepSpeed gives more back than was given
+    return before, jobs.train(engine, jobs.batches(3, BATCH, seed=5))
+
+
+def loaded_by_deepspeed(directory: str, optimizer: dict[str, Any], extra: dict[str, Any]) -> Any:
+    """Load a checkpoint with DeepSpeed's own engine, without our checkpoints; and go on."""
+    engine = make(optimizer, mode=None, **extra)
+    path, client = engine.load_checkpoint(directory)
+    assert path is not None
+    assert type(engine.checkpoint_engine).__module__.startswith("deepspeed.")
+    return logical(engine), jobs.train(engine, jobs.batches(3, BATCH, seed=5)), client
+
+
+def states_of(directory: Path) -> dict[str, Any]:
+    """The state files of one of our checkpoints, without what says where and when it was saved."""
+    reader = CheckpointReader(directory)
+    return {name: reader.state(name) for name in sorted(reader.manifest.states)}
+
+
+SMALL = {"zero": {"sub_group_size": 3000}}
+CASES = [
+    (GALORE, {}, 2, 3),
+    (GALORE, {"special": True, **SMALL}, 3, 2),
+    (jobs.galore(update_proj_gap=3, proj_type="left"), SMALL, 1, 4),
+    (jobs.galore(update_proj_gap=3, projector_storage="sharded"), {}, 4, 2),
+    (jobs.galore(update_proj_gap=3, projector_dtype="bf16"), BF16, 2, 1),
+    (ADAMW, {"special": True, **SMALL}, 2, 3),
+    (ADAMW, {"zero": {"stage": 1}}, 1, 3),
+    (ADAMW, {"zero": {"stage": 2}, "special": True}, 3, 2),
+    (ADAMW, {"zero": {"stage": 2, "round_robin_gradients": True, "parameter_alignment": True}, **BF16}, 2, 4),
+    (ADAMW, {"zero": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}, "special": True, **BF16}, 2, 3),
+]
+
+
+def normal(value: Any) -> Any:
+    """State as JSON text, so that values that are not equal to themselves compare; without the configuration."""
+    return json.dumps({key: each for key, each in value.items() if key != "ds_config"}, sort_keys=True, indent=1)
+
+
+@pytest.mark.parametrize(("optimizer", "extra", "before", "after"), CASES)
+def test_what_is_written_is_what_that_number_of_ranks_saves(pool, tmp_path, optimizer, extra, before, after):
+    pool.run(before, trained, str(tmp_path), optimizer, extra)
+    first = pool.run(after, loaded_and_saved, str(tmp_path / "ours"), str(tmp_path / "again"), optimizer, extra)
+    report = reshard_checkpoint(tmp_path / "ours", tmp_path / "new", world_size=after)
+    assert (report.from_world_size, report.world_size, report.step, report.tag) == (before, after, 5, "t")
+    expected, found = states_of(tmp_path / "again" / "t"), states_of(tmp_path / "new" / "t")
+    assert expected.keys() == found.keys()
+    for name in expected:
+        assert normal(found[name]["state"]) == normal(expected[name]["state"]), name
+        assert normal(found[name]["tensors"]) == normal(expected[name]["tensors"]), name
+    assert contents(tmp_path / "new" / "t") == contents(tmp_path / "again" / "t")
+    assert CheckpointReader(tmp_path / "new" / "t").verify() == []
+    second = pool.run(after, loaded_and_saved, str(tmp_path / "new"), str(tmp_path / "third"), optimizer, extra)
+    for (state, losses), (state_again, losses_again) in zip(first, second, strict=True):
+        assert_equal(state, state_again)
+        assert losses == losses_again
+
+
+def assert_equal(a: dict[str, Any], b: dict[str, Any]) -> None:
+    from tests.checkpoint.engines import assert_same
+
+    assert_same(a, b)
+
+
+NATIVE = [case for case in CASES if case[0]["type"] == "AdamW"]
+
+
+@pytest.mark.parametrize(("optimizer", "extra", "before", "after"), NATIVE)
+@pytest.mark.parametrize("source", ["ours", "native"])
+def test_deepspeed_alone_loads_what_is_written_for_it(pool, tmp_path, optimizer, extra, before, after, source):
+    pool.run(before, trained, str(tmp_path), optimizer, extra)
+    wanted = pool.run(after, loaded_and_saved, str(tmp_path / "ours"), str(tmp_path / "again"), optimizer, extra)
+    reshard_checkpoint(tmp_path / source, tmp_path / "new", world_size=after, format="deepspeed")
+    assert not list((tmp_path / "new").rglob("*.json"))
+    found = pool.run(after, loaded_by_deepspeed, str(tmp_path / "new"), optimizer, extra)
+    for (state, losses), (state_found, losses_found, client) in zip(wanted, found, strict=True):
+        assert_equal(state, state_found)
+        assert losses == losses_found
+        assert client["epoch"] == 3
+        assert client["seen"].tolist() == [0, 1, 2, 3]
+        assert client["names"] == ("a", {"b"})
+        assert client["nan"] != client["nan"]
+        assert client["b"] == b"xy"
+
+
+@pytest.mark.parametrize(("optimizer", "extra", "before", "after"), NATIVE[:4])
+def test_a_native_checkpoint_becomes_ours(pool, tmp_path, optimizer, extra, before, after):
+    pool.run(before, trained, str(tmp_path), optimizer, extra)
+    wanted = pool.run(after, loaded_and_saved, str(tmp_path / "ours"), str(tmp_path / "again"), optimizer, extra)
+    reshard_checkpoint(tmp_path / "native", tmp_path / "new", world_size=after)
+    assert contents(tmp_path / "new" / "t") == contents(tmp_path / "again" / "t")
+    found = pool.run(after, loaded_and_saved, str(tmp_path / "new"), str(tmp_path / "third"), optimizer, extra)
+    for (state, losses), (state_found, losses_found) in zip(wanted, found, strict=True):
+        assert_equal(state, state_found)
+        assert losses == losses_found
+    assert states_of(tmp_path / "third" / "t").keys() == states_of(tmp_path / "new" / "t").keys()
+
+
+@pytest.fixture(scope="module")
+def saved(pool, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("saved")
+    pool.run(2, trained, str(directory / "galore"), GALORE, {})
+    pool.run(2, trained, str(directory / "adamw"), ADAMW, {"special": True})
+    return directory
+
+
+def test_there_and_back_is_the_same(saved, tmp_path):
+    for kind in ("galore", "adamw"):
+        first = tmp_path / f"{kind}-5"
+        reshard_checkpoint(saved / kind / "ours", first, world_size=5)
+        reshard_checkpoint(first, tmp_path / f"{kind}-2", world_size=2)
+        back, start = tmp_path / f"{kind}-2" / "t", saved / kind / "ours" / "t"
+        assert contents(back) == contents(start)
+        assert normal(states_of(back)) == normal(states_of(start))
+
+
+def test_weights_of_what_is_written_are_the_same(saved, tmp_path):
+    reshard_checkpoint(saved / "adamw" / "ours", tmp_path / "native", world_size=7, format="deepspeed")
+    found, expected = load_state_dict(tmp_path / "native"), load_state_dict(saved / "adamw" / "native")
+    assert set(found) == set(expected)
+    for name in expected:
+        assert found[name].dtype == expected[name].dtype
+        assert found[name].tobytes() == expected[name].tobytes(), name
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    theirs = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "native"))
+    assert set(theirs) == set(expected)
+    for name, tensor in theirs.items():
+        assert torch.equal(tensor, torch.from_numpy(np.ascontiguousarray(expected[name]))), name
+
+
+def test_files_for_deepspeed_are_torch_files(saved, tmp_path):
+    reshard_checkpoint(saved / "adamw" / "ours", tmp_path / "native", world_size=3, format="deepspeed")
+    for path in (tmp_path / "native" / "t").glob("*.pt"):
+        for options in ({}, {"mmap": True}):
+            loaded = torch.load(path, weights_only=False, **options)
+            assert isinstance(loaded, dict)
+    optim = sorted((tmp_path / "native" / "t").glob("*_optim_states.pt"))
+    inner = torch.load(optim[0], weights_only=False)["optimizer_state_dict"]["optimizer_state_dict"]
+    steps = [state["step"] for state in inner["state"].values()]
+    assert len({step.data_ptr() for step in steps}) == len(steps)
+
+
+def test_what_cannot_be_done_is_told_before_anything_is_written(saved, tmp_path):
+    ours = saved / "galore" / "ours"
+    with pytest.raises(ConfigError, match="GaLoreAdamW's state"):
+        reshard_checkpoint(ours, tmp_path / "out", world_size=2, format="deepspeed")
+    with pytest.raises(ConfigError, match="format is 'zip': it must be ds_galore or deepspeed"):
+        reshard_checkpoint(ours, tmp_path / "out", world_size=2, format="zip")
+    with pytest.raises(ConfigError, match="world_size is 0"):
+        reshard_checkpoint(ours, tmp_path / "out", world_size=0)
+    with pytest.raises(DataError, match="is, or holds, the checkpoint that is read"):
+        reshard_checkpoint(ours, ours, world_size=2, overwrite=True)
+    shutil.copytree(saved / "adamw" / "native", tmp_path / "native")
+    (tmp_path / "native" / "t" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(Exception, match="was written by 2 ranks, and 1 "):
+        reshard_checkpoint(tmp_path / "native", tmp_path / "out", world_size=2)
+    assert not (tmp_path / "out").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["native"]
