@@ -45,8 +45,19 @@ def fits(values: Mapping[str, Any], engine: Any) -> bool:
         for description in values["tensors"].values()
         if description["pieces"] and str(description["pieces"][0][0]).endswith(f"/{MASTER}")
     ]
-    wanted = [[(p.name, p.start, p.offset, p.numel) for p in _pieces(flat, MASTER)] for flat in flat_parts(engine)]
-    return [each for each in wanted if each] == saved
+    flats = flat_parts(engine)
+    wanted = [[(p.name, p.start, p.offset, p.numel) for p in _pieces(flat, MASTER)] for flat in flats]
+    if [each for each in wanted if each] != saved:
+        return False
+    optimizer = engine.basic_optimizer
+    if not isinstance(optimizer, GaLoreAdamW):
+        return True
+    # Projectors may be kept whole or in parts, whatever the layout of the weights.
+    factors = [piece for flat in flats for piece, _ in low_rank_pieces(optimizer, flat).values()]
+    names = {piece.name for piece in factors}
+    described = (piece for description in values["tensors"].values() for piece in description["pieces"])
+    held = {(name, start, numel) for name, start, _, numel in described if name in names and numel}
+    return held <= {(piece.name, piece.start, piece.numel) for piece in factors}
 
 
 def masters(engine: Any, read: Read) -> list[Tensor]:

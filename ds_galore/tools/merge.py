@@ -1,6 +1,6 @@
 """One set of weights from the partitions of a checkpoint, in Hugging Face's layout.
 
-Imports no DeepSpeed; torch only to write its own format. Tensors are read, converted and written one by one, so that
+Imports neither torch nor DeepSpeed. Tensors are read, converted and written one by one, so that
 memory is bounded by the largest and the number of workers, not by the model.
 """
 
@@ -19,6 +19,8 @@ from ds_galore.checkpoint.codecs.base import Bits
 from ds_galore.errors import ConfigError, DataError
 from ds_galore.tools.output import FLOATS, SafetensorsFile, cast, copy_files, in_threads, new_directory, plan_shards
 from ds_galore.tools.source import Info, Source, as_array, open_source, resolve
+from ds_galore.tools.states import TORCH_NAMES, Leaf
+from ds_galore.tools.torchwriter import write_torch_file
 
 __all__ = ["LazyStateDict", "MergeReport", "dequantize", "load_state_dict", "merge_checkpoint"]
 
@@ -193,7 +195,7 @@ def merge_checkpoint(
     optimizer
         Whether the optimizer's tensors are written too, as they are, to ``optimizer.safetensors``.
     format
-        ``"safetensors"``, or ``"torch"`` for ``pytorch_model.bin``, which needs torch.
+        ``"safetensors"``, or ``"torch"`` for ``pytorch_model.bin``.
     prune
         Fraction of each matrix, the smallest magnitudes, that is set to zero: loses information.
     quantize
@@ -332,33 +334,29 @@ def _write_torch(
     report: MergeReport,
     progress: Callable[[int, int], None],
 ) -> None:
-    """``pytorch_model.bin``, a file's tensors in memory at a time; tied names share theirs."""
-    try:
-        import torch
-    except ImportError:
-        raise ConfigError("format torch needs torch, which is not installed; safetensors does not") from None
-
+    """``pytorch_model.bin``, a tensor in memory at a time; tied names share theirs."""
     planned = {name: conversion.planned(name, info)[name] for name, info in source.weights.items()}
     shards = plan_shards(planned, limit)
     names = _shard_names("pytorch_model", ".bin", len(shards))
-    words = {8: "int64", 4: "int32", 2: "int16", 1: "uint8"}
-    dtypes = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"}
     places, done, total = {}, 0, sum(info.nbytes for info in source.weights.values())
+
+    def read(leaf: Leaf) -> list[Bits]:
+        nonlocal done
+        name = leaf.pieces[0][0]
+        made, pruned = conversion.run(name, source.weight(name), source.weights[name])
+        if pruned:
+            report.pruned[name] = pruned
+        done += source.weights[name].nbytes
+        progress(done, total)
+        return [made[name]]
+
     for file, shard in zip(names, shards, strict=True):
-        held = {}
-        for name in shard:
-            made, pruned = conversion.run(name, source.weight(name), source.weights[name])
-            if pruned:
-                report.pruned[name] = pruned
-            bits, info = made[name], planned[name]
-            width = bits.dtype.itemsize
-            whole = torch.from_numpy(np.ascontiguousarray(bits).view(words[width].replace("uint8", "u1")).copy())
-            kind = dtypes.get(info.dtype) or f"{'u' if info.dtype[0] == 'U' else ''}int{info.dtype[1:]}"
-            held[name] = whole.view(getattr(torch, kind)).reshape(info.shape)
-            done += source.weights[name].nbytes
-            progress(done, total)
+        held = {
+            name: Leaf("tensor", TORCH_NAMES.get(info.dtype, info.dtype), info.shape, ((name, 0, 0, info.numel),), own=True)
+            for name, info in ((name, planned[name]) for name in shard)
+        }
         held.update({alias: held[name] for alias, name in source.aliases.items() if name in held})
-        torch.save(held, directory / file)
+        write_torch_file(directory / file, held, read)
         places.update(dict.fromkeys(held, file))
     report.files += names
     if len(names) > 1:

@@ -82,6 +82,17 @@ def test_two_ranks_checkpoint_goes_on_with_one_three_and_four(pool, tmp_path, op
         assert [name for name in saved if found[name] != saved[name]] == []
 
 
+def test_how_projectors_are_kept_may_change(pool, tmp_path):
+    whole = jobs.galore(update_proj_gap=5, projector_storage="replicated")
+    parts = jobs.galore(update_proj_gap=5, projector_storage="sharded")
+    expected = pool.run(2, write, str(tmp_path / "run"), whole, {})
+    saved = contents(tmp_path / "run" / "moved")
+    losses = pool.run(2, move, str(tmp_path / "run"), str(tmp_path / "parts"), parts, {})
+    again = pool.run(2, move, str(tmp_path / "parts"), str(tmp_path / "whole"), whole, {})
+    assert losses == again == expected
+    assert contents(tmp_path / "parts" / "moved") == contents(tmp_path / "whole" / "moved") == saved
+
+
 def test_a_copy_on_another_file_system_loads_when_everything_else_is_gone(pool, tmp_path):
     expected = pool.run(2, write, str(tmp_path / "run"), GALORE, {})[0]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as other:

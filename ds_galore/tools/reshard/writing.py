@@ -1,0 +1,174 @@
+"""Writing the states of all ranks, in either format. No torch, no DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ds_galore.checkpoint.codecs.base import Bits
+from ds_galore.checkpoint.errors import DamageError
+from ds_galore.checkpoint.files import DTYPES, FORMAT, VERSION, FileRecord, replace_file, sync_directory
+from ds_galore.checkpoint.scratch import Scratch
+from ds_galore.checkpoint.store import CheckpointStore, Shard
+from ds_galore.tools.output import cast, in_threads
+from ds_galore.tools.reshard.checkpoint import MODEL, OPTIMIZER, Checkpoint
+from ds_galore.tools.source import Info
+from ds_galore.tools.states import SAFE_NAMES, Leaf, freeze, leaves
+from ds_galore.tools.torchwriter import STORAGES, write_torch_file
+from ds_galore.tools.zero_to_fp32 import SCRIPT
+
+__all__ = ["decode", "write_native", "write_ours"]
+
+#: Elements of a tensor that are read at a time.
+CHUNK = 2**24
+
+
+def decode(
+    source: Checkpoint,
+    states: Sequence[Any],
+    scratch: Scratch,
+    workers: int,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Decode every tensor that is needed once, so that ranges of it can be read."""
+    needed = {piece[0] for state in states for leaf in leaves(state) for piece in leaf.pieces if piece[3]}
+    missing = needed - source.tensors.keys()
+    if missing:
+        raise DamageError(f"{source.directory}: its state names {min(missing)}, which its data do not hold")
+    infos = {name: source.tensors[name].info for name in source.tensors if name in needed}
+
+    def decode(name: str) -> None:
+        tensor = source.tensors[name]
+        source.tensors[name] = replace(tensor, read=scratch.keep(tensor.read(0, tensor.info.numel)).elements)
+
+    in_threads(decode, infos, workers, progress)
+
+
+def _values(source: Checkpoint, leaf: Leaf) -> Iterator[Bits]:
+    """The bit patterns of a tensor, in its own dtype."""
+    target = SAFE_NAMES.get(leaf.dtype)
+    if target is None:  # kept as bytes
+        tensor = source.tensors[leaf.pieces[0][0]] if leaf.numel else None
+        yield from [tensor.read(0, tensor.info.numel)] if tensor is not None else []
+        return
+    width, position = STORAGES[leaf.dtype][1], 0
+    for name, start, offset, numel in sorted(leaf.pieces, key=lambda piece: piece[2]):
+        if offset > position:
+            yield np.zeros(offset - position, dtype=f"u{width}")
+        position = offset + numel
+        tensor = source.tensors.get(name)
+        if tensor is None:
+            raise DamageError(f"{source.directory}: its state names {name}, which its data do not hold")
+        for begin in range(start, start + numel, CHUNK):
+            bits = tensor.read(begin, min(begin + CHUNK, start + numel))
+            yield cast(bits, tensor.info.dtype, target)
+    if leaf.numel > position:
+        yield np.zeros(leaf.numel - position, dtype=f"u{width}")
+
+
+def write_native(
+    source: Checkpoint, files: Sequence[Mapping[str, Any]], directory: Path, tag: str, workers: int
+) -> None:
+    """Write a save directory that DeepSpeed loads without this package: ``files`` are each rank's states by name."""
+    (directory / tag).mkdir()
+    jobs = [(directory / tag / name, state) for each in files for name, state in each.items()]
+    _all(lambda job: write_torch_file(job[0], job[1], lambda leaf: _values(source, leaf)), jobs, workers)
+    sync_directory(directory / tag)
+    replace_file(directory / "latest", [tag.encode()])
+
+
+def write_ours(
+    source: Checkpoint,
+    files: Sequence[Mapping[str, Any]],
+    directory: Path,
+    tag: str,
+    scratch: Scratch,
+    workers: int,
+) -> None:
+    """Write a save directory of ours: ``files`` are each rank's states by name."""
+    store = CheckpointStore(directory)
+    store.path(tag).mkdir()
+    frozen = [{name: freeze(state, name) for name, state in each.items()} for each in files]
+    held = _who_holds_what(frozen)
+    ranks = len(files)
+
+    def shards(rank: int) -> Iterator[Shard]:
+        for each in held[rank]:
+            info = each.empty or source.tensors[each.source].info
+            stop = info.numel if each.stop is None else each.stop
+            empty: Bits = np.zeros(0, dtype=f"u{DTYPES[info.dtype]}")
+            bits = empty if each.empty else source.tensors[each.source].read(each.start, stop)
+            yield Shard(each.name, info.dtype, info.shape, each.start, bits)
+
+    records: list[list[FileRecord]] = [[] for _ in range(ranks)]
+    states: dict[str, FileRecord] = {}
+
+    def write(rank: int) -> None:
+        records[rank] = store.write(tag, rank, ranks, shards(rank), scratch=scratch)
+        for name, (value, tensors) in frozen[rank].items():
+            described = {path: _described(path, leaf) for path, leaf in tensors.items()}
+            text = json.dumps({"format": FORMAT, "version": VERSION, "state": value, "tensors": described})
+            states[name] = store.write_state(tag, name, text)
+
+    _all(write, range(ranks), workers)
+    ordered = {name: states[name] for each in frozen for name in each}
+    store.commit(tag, records, metadata={**source.metadata, "saves": 1}, states=ordered)
+    replace_file(directory / "zero_to_fp32.py", [SCRIPT.encode()], mode=0o755)
+
+
+def _described(path: str, leaf: Leaf) -> dict[str, Any]:
+    pieces = [(path, 0, 0, leaf.numel)] if leaf.own else leaf.pieces
+    return {"dtype": leaf.dtype, "shape": list(leaf.shape), "pieces": [list(piece) for piece in pieces]}
+
+
+@dataclass(frozen=True)
+class _Range:
+    """A range of a logical tensor that a rank writes; ``stop`` of None is its end."""
+
+    name: str
+    source: str  # its name in the source; empty for a tensor without elements
+    start: int
+    stop: int | None
+    empty: Info | None = None  # what such a tensor is
+
+
+def _who_holds_what(frozen: Sequence[Mapping[str, tuple[Any, Mapping[str, Leaf]]]]) -> list[list[_Range]]:
+    """By rank, what it writes: everything is written once, and what several could write by each in turn."""
+    wanted: dict[tuple[str, int, int], list[int]] = {}
+    found: list[list[_Range]] = [[] for _ in frozen]
+    for suffix in (OPTIMIZER, MODEL):
+        before = {name for name, _, _ in wanted}
+        for rank, each in enumerate(frozen):
+            for path, leaf in (
+                item for file, (_, held) in each.items() if file.endswith(suffix) for item in held.items()
+            ):
+                if leaf.own:
+                    empty = None if leaf.numel else Info(SAFE_NAMES.get(leaf.dtype, "U8"), leaf.shape)
+                    found[rank].append(_Range(path, leaf.pieces[0][0] if leaf.numel else "", 0, None, empty))
+                    continue
+                for name, start, _, numel in leaf.pieces:
+                    if numel and name not in before:
+                        ranks = wanted.setdefault((name, start, start + numel), [])
+                        if rank not in ranks:
+                            ranks.append(rank)
+    for number, ((name, start, stop), ranks) in enumerate(wanted.items()):
+        found[ranks[number % len(ranks)]].append(_Range(name, name, start, stop))
+    return found
+
+
+def _all(work: Callable[[Any], None], items: Sequence[Any], workers: int) -> None:
+    """Do the work on all items in threads; the first error ends it."""
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
