@@ -420,7 +420,7 @@ def element_sizes(engine: Any) -> dict[str, Any]:
     zero = engine.optimizer
     if not hasattr(zero, "fp32_partitioned_groups_flat"):  # no ZeRO: whole weights and gradients of their dtype
         size = next(engine.module.parameters()).element_size()
-        return {"weight_bytes": size, "master_bytes": 0, "gradient_bytes": size, "partitioned": False}
+        return {"weight_bytes": size, "master_bytes": 0, "gradient_bytes": size, "stage": 0}
     weights, masters = zero.fp16_partitioned_groups_flat[0], zero.fp32_partitioned_groups_flat[0]
     shared = weights.data_ptr() == masters.data_ptr()
     gradients = zero.grad_partitions_flat_buffer.element_size()
@@ -443,7 +443,7 @@ def announce(engine: Any, corpus: Corpus, world_size: int) -> None:
         file=sys.stderr,
     )
     if int(engine.zero_optimization_stage()) in (1, 2):
-        return  # the memory table knows stages 0 and 3
+        return  # what DeepSpeed makes of gradients there has not been compared with the table
     optimizer = engine.basic_optimizer
     adamw = [ParameterPlan("", number) for number in numbers]
     plans = optimizer.parameter_plans() if isinstance(optimizer, ds_galore.GaLoreAdamW) else adamw

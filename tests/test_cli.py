@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -54,8 +55,8 @@ def test_estimate_gives_bytes_by_kind_without_deepspeed():
     arguments = ["estimate", "--config", CONFIG, "--model-config", "configs/models/llama_60m.json", "--world-size", "4"]
     done = command(*arguments, "--json", block="deepspeed")
     assert done.returncode == 0, done.stderr
-    plans = json.loads(done.stdout)
-    ours, adamw = plans["GaLoreAdamW"], plans["plain AdamW"]
+    found = json.loads(done.stdout)
+    ours, adamw = found["memory_per_rank"], found["plain_adamw"]["memory_per_rank"]
     assert adamw["moments"] == pytest.approx(2 * 4 * 58_073_600 / 4, rel=1e-3)
     assert adamw["weights"] * 2 == adamw["master_weights"]
     assert ours["weights"] == adamw["weights"]
@@ -63,6 +64,26 @@ def test_estimate_gives_bytes_by_kind_without_deepspeed():
     assert ours["projectors"] > 0
     assert ours["total"] == sum(value for kind, value in ours.items() if kind != "total")
     assert "projectors" in command(*arguments).stdout
+
+
+def test_quiet_prints_nothing():
+    for arguments in (["config", "check", CONFIG], ["estimate", "--params", "7e9"], ["estimate", "--paper"]):
+        done = command(*arguments, "--quiet")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert json.loads(command("config", "check", CONFIG, "--json").stdout) == {"path": CONFIG, "fine": True}
+
+
+def test_a_shell_completes_commands_and_options():
+    for words, expected in (("ds-galore re", "reshard"), ("ds-galore reshard --wor", "--world-size")):
+        environment = {
+            **os.environ,
+            "_DS_GALORE_COMPLETE": "bash_complete",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(len(words.split()) - 1),
+        }
+        program = Path(sys.executable).parent / "ds-galore"
+        done = subprocess.run([program], env=environment, capture_output=True, text=True, check=False)
+        assert expected in done.stdout
 
 
 @pytest.mark.parametrize("path", ["nowhere", "README.md", "configs"])

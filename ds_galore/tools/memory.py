@@ -7,6 +7,7 @@ for a moment. Imports nothing of torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
@@ -24,7 +25,7 @@ class ParameterPlan:
     numel
         Number of elements.
     columns
-        Columns of the matrix as which it is projected; 0 for plain AdamW.
+        Columns of the matrix as which it is projected, or factored; 0 for what is no matrix.
     rank
         Of the projection; 0 for plain AdamW.
     side
@@ -69,7 +70,10 @@ def plan_memory(
     gradient_bytes: int | None = None,
     projector_bytes: int = 4,
     sharded: bool = False,
-    partitioned: bool = True,
+    stage: int = 3,
+    moments: int = 2,
+    moment_bytes: float = 4,
+    factored: bool = False,
 ) -> MemoryPlan:
     """The memory of one rank.
 
@@ -82,7 +86,7 @@ def plan_memory(
     weight_bytes
         4 for fp32 training, 2 for bf16 or fp16.
     master_bytes
-        Bytes of an element of a separate master copy; where not given, 4, or 0 for fp32 without partitioning. (Under
+        Bytes of an element of a separate master copy; where not given, 4, or 0 for fp32 without ZeRO. (Under
         ZeRO-3 DeepSpeed 0.19.8 means to share fp32 weights with their masters, but compares a device with its name,
         and never does.)
     gradient_bytes
@@ -91,37 +95,49 @@ def plan_memory(
         4 for fp32, 2 for bf16.
     sharded
         Whether right projectors are spread over the ranks.
-    partitioned
-        Whether ZeRO-3 partitions everything; False for one whole copy a rank.
+    stage
+        Of ZeRO: 0 partitions nothing, 1 masters and the optimizer's state, 2 gradients too, 3 everything.
+    moments, moment_bytes
+        Numbers that the optimizer keeps for each element, of a matrix that is projected for each element of its
+        low-rank gradient; and their bytes.
+    factored
+        Whether second moments come on top: of a matrix a row and a column, where nothing is partitioned; of anything
+        else, and under ZeRO, a number an element.
 
     Returns
     -------
     MemoryPlan
         With the padding that ZeRO-3 adds to each parameter.
     """
-    ranks, place = (world_size, rank) if partitioned else (1, 0)
-    elements = moments = projectors = 0
+    ranks, place = (world_size, rank) if stage else (1, 0)
+    part_of_rank = elements = numbers = projectors = 0
     for each in parameters:
         part = -(-each.numel // ranks)
-        elements += part
+        elements += each.numel
+        part_of_rank += part
         start, stop = min(place * part, each.numel), min((place + 1) * part, each.numel)
-        if not each.side:
-            moments += stop - start
-            continue
-        touched = 0 if start == stop else (stop - 1) // each.columns - start // each.columns + 1
+        touched = 0
+        if each.columns and start < stop:
+            touched = (stop - 1) // each.columns - start // each.columns + 1
         column_share = -(-each.columns // ranks)
-        if each.side == "right":
-            moments += touched * each.rank
+        if not each.side:
+            held, rows, columns = stop - start, touched, each.columns
+        elif each.side == "right":
+            held, rows, columns = touched * each.rank, touched, each.rank
             projectors += (column_share if sharded else each.columns) * each.rank
         else:
-            moments += column_share * each.rank
+            held, rows, columns = column_share * each.rank, column_share, each.rank
             projectors += touched * each.rank
+        numbers += moments * held
+        if factored:
+            numbers += rows + columns if each.columns and not stage else held
     if master_bytes is None:
-        master_bytes = 4 if partitioned or weight_bytes < 4 else 0
+        master_bytes = 4 if stage or weight_bytes < 4 else 0
+    gradients = weight_bytes if gradient_bytes is None else gradient_bytes
     return MemoryPlan(
-        weights=elements * weight_bytes,
-        master_weights=elements * master_bytes,
-        gradients=elements * (weight_bytes if gradient_bytes is None else gradient_bytes),
-        moments=2 * 4 * moments,
+        weights=(part_of_rank if stage == 3 else elements) * weight_bytes,
+        master_weights=part_of_rank * master_bytes,
+        gradients=(part_of_rank if stage >= 2 else elements) * gradients,
+        moments=math.ceil(numbers * moment_bytes),
         projectors=projectors * projector_bytes,
     )

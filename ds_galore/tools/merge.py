@@ -326,6 +326,11 @@ def _write_optimizer(source: Source, directory: Path, workers: int, report: Merg
     report.files.append("optimizer.safetensors")
 
 
+def _leaf(name: str, info: Info) -> Leaf:
+    pieces = ((name, 0, 0, info.numel),)
+    return Leaf("tensor", TORCH_NAMES.get(info.dtype, info.dtype), info.shape, pieces, own=True)
+
+
 def _write_torch(
     source: Source,
     conversion: _Conversion,
@@ -351,10 +356,7 @@ def _write_torch(
         return [made[name]]
 
     for file, shard in zip(names, shards, strict=True):
-        held = {
-            name: Leaf("tensor", TORCH_NAMES.get(info.dtype, info.dtype), info.shape, ((name, 0, 0, info.numel),), own=True)
-            for name, info in ((name, planned[name]) for name in shard)
-        }
+        held = {name: _leaf(name, planned[name]) for name in shard}
         held.update({alias: held[name] for alias, name in source.aliases.items() if name in held})
         write_torch_file(directory / file, held, read)
         places.update(dict.fromkeys(held, file))

@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ds_galore.cli import parse_size
+from ds_galore.cli.checkpoints import parse_size
 from ds_galore.errors import DsGaloreError
 from ds_galore.tools.merge import merge_checkpoint
 

@@ -40,4 +40,4 @@ def test_ranks_without_data_hold_padding_only():
 
 def test_without_partitioning_every_rank_holds_everything():
     whole = plan_memory([MATRIX], world_size=1, master_bytes=0)
-    assert plan_memory([MATRIX], world_size=4, rank=3, partitioned=False) == whole
+    assert plan_memory([MATRIX], world_size=4, rank=3, stage=0) == whole

@@ -1,127 +1,24 @@
-"""The ``ds-galore`` command: what can be asked and done without starting a job.
-
-Starts without torch; a command imports what it needs. Exit status: 0 fine, 1 damage or a difference found, 2 a user's
-mistake or an interruption.
-"""
+"""Commands on checkpoints: merge, reshard, verify, inspect, list, diff, rollback."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ds_galore import __version__
-from ds_galore.errors import DataError, DsGaloreError
+from ds_galore.cli.output import json_option, progress_bar, quiet_option, show_table, size_text
 
-__all__ = ["main"]
-
-
-class _Group(click.Group):
-    """Turns a mistake or damage into one line and its exit status; ``--debug`` shows where it arose."""
-
-    def main(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().main(*args, **kwargs)
-        except DsGaloreError as error:
-            if "--debug" in sys.argv:
-                raise
-            click.echo(f"ds-galore: error: {error}", err=True)
-            sys.exit(_status(error))
-        except OSError as error:
-            if "--debug" in sys.argv:
-                raise
-            where = f"{error.filename}: " if error.filename else ""
-            click.echo(f"ds-galore: error: {where}{error.strerror or error}{_advice(error)}", err=True)
-            sys.exit(2)
-
-
-def _status(error: DsGaloreError) -> int:
-    """1 for what is wrong with a checkpoint, 2 for what a user can do otherwise."""
-    from ds_galore.checkpoint.codecs.base import CodecError
-    from ds_galore.checkpoint.errors import DamageError, FormatError, NotCommittedError
-
-    return 1 if isinstance(error, DamageError | FormatError | NotCommittedError | CodecError) else 2
-
-
-def _advice(error: OSError) -> str:
-    if error.errno == errno.ENOSPC:
-        return "; nothing was left behind: make room, or write to another file system"
-    return ""
-
-
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="ds-galore")
-@click.option("--debug", is_flag=True, help="Show tracebacks.")
-def main(debug: bool) -> None:
-    """GaLore's low-rank optimizer states under DeepSpeed's ZeRO."""
-
-
-@main.group()
-def config() -> None:
-    """Look at configurations."""
-
-
-@config.command("check")
-@click.argument("path", type=click.Path(path_type=Path))
-def check(path: Path) -> None:
-    """Refuse the configuration at PATH if ds_galore would, and say why (exit status 2)."""
-    from ds_galore.config import DEEPSPEED_OPTIMIZERS, check_config, load_config
-
-    check_config(load_config(path), DEEPSPEED_OPTIMIZERS)
-    click.echo(f"{path}: fine")
-
-
-@main.command()
-@click.option("--config", "path", type=click.Path(path_type=Path), required=True, help="DeepSpeed configuration.")
-@click.option(
-    "--model-config",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Hugging Face config.json, or a directory with one.",
-)
-@click.option("--world-size", type=click.IntRange(min=1), default=1, show_default=True, help="Number of ranks.")
-@click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="bf16", show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes are in bytes.")
-def estimate(path: Path, model_config: Path, world_size: int, precision: str, as_json: bool) -> None:
-    """Estimate a rank's memory for model states, beside plain AdamW."""
-    from ds_galore.config import check_config, load_config
-
-    settings = load_config(path)
-    check_config(settings)
-    plans = _plans(settings, model_config, world_size, precision)
-    if as_json:
-        click.echo(json.dumps(plans, indent=2))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    kinds = list(next(iter(plans.values())))
-    table = Table(title=f"bytes of model states on the fullest of {world_size} rank(s), {precision}")
-    for column in ("", *kinds):
-        table.add_column(column.replace("_", " "), justify="right" if column else "left")
-    for label, sizes in plans.items():
-        table.add_row(label, *(f"{sizes[kind]:,}" for kind in kinds))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
-
-
-# ---------------------------------------------------------------------- checkpoints
+__all__ = ["COMMANDS", "parse_size"]
 
 
 def _source_options(command: Any) -> Any:
     """PATH and --tag, of every command that reads one checkpoint."""
     command = click.option("--tag", help="Which checkpoint of a save directory; the latest by default.")(command)
     return click.argument("path", type=click.Path(path_type=Path))(command)
-
-
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes are in bytes.")
-quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
 
 
 def parse_size(value: str) -> int:
@@ -153,28 +50,7 @@ def _bytes(context: Any, parameter: Any, value: str) -> int:
         raise click.BadParameter(str(error)) from None
 
 
-def _size(number: float) -> str:
-    """Bytes for people, in powers of 1000 as disks are sold."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.2f} TB"
-
-
-def _table(title: str, columns: list[str], rows: list[list[str]], left: int = 1) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < left else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
-
-
-@main.command()
+@click.command()
 @_source_options
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True)
@@ -200,15 +76,15 @@ def merge(path: Path, out: Path, tag: str | None, form: str, as_json: bool, quie
 
     from ds_galore.tools.merge import merge_checkpoint
 
-    with _progress("merging", shown=not (quiet or as_json)) as progress:
+    with progress_bar("merging", shown=not (quiet or as_json)) as progress:
         report = merge_checkpoint(path, out, tag=tag, format=form, progress=progress, **options)
     if as_json:
         click.echo(json.dumps(asdict(report)))
     elif not quiet:
         step = "" if report.step is None else f" (step {report.step})"
         click.echo(
-            f"{report.source}{step}: {report.tensors} tensors, {report.parameters:,} elements, {_size(report.bytes)}"
-            f" written to {report.out}"
+            f"{report.source}{step}: {report.tensors} tensors, {report.parameters:,} elements,"
+            f" {size_text(report.bytes)} written to {report.out}"
         )
         if report.pruned:
             click.echo(f"LOSSY: {sum(report.pruned.values()):,} elements of {len(report.pruned)} matrices set to zero")
@@ -216,7 +92,7 @@ def merge(path: Path, out: Path, tag: str | None, form: str, as_json: bool, quie
             click.echo("LOSSY: matrices quantised to int8; ds_galore.tools.merge.dequantize gives them back")
 
 
-@main.command()
+@click.command()
 @_source_options
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--world-size", type=click.IntRange(min=1), required=True, help="Number of data-parallel ranks.")
@@ -239,7 +115,7 @@ def reshard(path: Path, out: Path, tag: str | None, form: str, as_json: bool, qu
 
     from ds_galore.tools.reshard import reshard_checkpoint
 
-    with _progress("resharding", shown=not (quiet or as_json)) as progress:
+    with progress_bar("resharding", shown=not (quiet or as_json)) as progress:
         report = reshard_checkpoint(path, out, tag=tag, format=form, progress=progress, **options)
     if as_json:
         click.echo(json.dumps(asdict(report)))
@@ -247,23 +123,8 @@ def reshard(path: Path, out: Path, tag: str | None, form: str, as_json: bool, qu
         step = "" if report.step is None else f" (step {report.step})"
         click.echo(
             f"{report.source}{step}: the state of {report.from_world_size} ranks for {report.world_size},"
-            f" {_size(report.bytes)} written to {report.out}/{report.tag}"
+            f" {size_text(report.bytes)} written to {report.out}/{report.tag}"
         )
-
-
-@contextlib.contextmanager
-def _progress(label: str, *, shown: bool) -> Iterator[Any]:
-    """A progress bar on a terminal."""
-    if not shown or not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _sample(context: Any, parameter: Any, value: str) -> tuple[int, int]:
@@ -273,7 +134,7 @@ def _sample(context: Any, parameter: Any, value: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-@main.command()
+@click.command()
 @_source_options
 @click.option("--quick", is_flag=True, help="Check structure and sizes only.")
 @click.option("--sample", callback=_sample, default="1/1", metavar="N/T", help="Check the N-th of T parts of the data.")
@@ -306,11 +167,12 @@ def verify(path: Path, tag: str | None, quick: bool, sample: tuple[int, int], as
     sys.exit(1 if found.problems else 0)
 
 
-@main.command()
+@click.command()
 @_source_options
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @json_option
-def inspect(path: Path, tag: str | None, tensors: bool, as_json: bool) -> None:
+@quiet_option
+def inspect(path: Path, tag: str | None, tensors: bool, as_json: bool, quiet: bool) -> None:
     """Show what the checkpoint at PATH is made of: tensors, shapes, codecs, ratios, who holds what."""
     from ds_galore.tools.inspect import inspect_checkpoint
     from ds_galore.tools.source import resolve
@@ -319,35 +181,38 @@ def inspect(path: Path, tag: str | None, tensors: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found))
         return
+    if quiet:
+        return
     base = f", differs from {found['base']}" if found["base"] else ""
     click.echo(
         f"{found['directory']}: {found['format']}, {found['kind']}{base}, step {found['step']},"
-        f" {found['world_size']} ranks, ZeRO {found['zero_stage']}; {_size(found['own_bytes'])} of its own,"
-        f" {_size(found['base_bytes'])} shared with its base"
+        f" {found['world_size']} ranks, ZeRO {found['zero_stage']}; {size_text(found['own_bytes'])} of its own,"
+        f" {size_text(found['base_bytes'])} shared with its base"
     )
     rows = [
-        [kind, str(each["tensors"]), _size(each["bytes"]), _size(each["stored"]), _ratio(each)]
+        [kind, str(each["tensors"]), size_text(each["bytes"]), size_text(each["stored"]), _ratio(each)]
         for kind, each in sorted(found["totals"].items())
     ]
-    _table("by kind", ["kind", "tensors", "elements", "stored here", "ratio"], rows)
+    show_table("by kind", ["kind", "tensors", "elements", "stored here", "ratio"], rows)
     if tensors:
         rows = []
         for name, each in found["tensors"].items():
             codecs = ", ".join(sorted({shard["codec"] for shard in each["shards"]}))
             ranks = ", ".join(f"{s['rank']}: [{s['start']}, {s['stop']})" for s in each["shards"])
             rows.append([name, f"{each['dtype']} {each['shape']}", codecs, ranks, _ratio(each)])
-        _table("tensors", ["name", "type", "codecs", "rank: range", "ratio"], rows, left=4)
+        show_table("tensors", ["name", "type", "codecs", "rank: range", "ratio"], rows, left=4)
 
 
 def _ratio(each: dict[str, Any]) -> str:
     return f"{each['bytes'] / each['stored']:.2f}x" if each["stored"] else "-"
 
 
-@main.command("list")
+@click.command("list")
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--verify", "check_all", is_flag=True, help="Read and decode everything, instead of structure and sizes.")
 @json_option
-def list_(directory: Path, check_all: bool, as_json: bool) -> None:
+@quiet_option
+def list_(directory: Path, check_all: bool, as_json: bool, quiet: bool) -> None:
     """List the checkpoints of a run: step, kind, base, bytes on the disk and shared, whether they are intact."""
     from ds_galore.tools.inspect import list_checkpoints
 
@@ -355,7 +220,9 @@ def list_(directory: Path, check_all: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows))
         return
-    _table(
+    if quiet:
+        return
+    show_table(
         str(directory),
         ["tag", "step", "kind", "base", "ranks", "written", "bytes", "shared", "state"],
         [
@@ -363,8 +230,8 @@ def list_(directory: Path, check_all: bool, as_json: bool) -> None:
                 f"{row['tag']}{' (latest)' if row['latest'] else ''}",
                 *(str(row[key]) if row[key] is not None else "-" for key in ("step", "kind", "base", "ranks")),
                 (row["created"] or "-").removesuffix("+00:00"),
-                _size(row["bytes"]),
-                _size(row["shared"]),
+                size_text(row["bytes"]),
+                size_text(row["shared"]),
                 row["state"],
             ]
             for row in rows
@@ -372,11 +239,12 @@ def list_(directory: Path, check_all: bool, as_json: bool) -> None:
     )
 
 
-@main.command()
+@click.command()
 @click.argument("first", type=click.Path(path_type=Path))
 @click.argument("second", type=click.Path(path_type=Path))
 @json_option
-def diff(first: Path, second: Path, as_json: bool) -> None:
+@quiet_option
+def diff(first: Path, second: Path, as_json: bool, quiet: bool) -> None:
     """Show which tensors of two checkpoints differ, and by how much. Exit status 1 if any does."""
     from ds_galore.tools.inspect import difference
     from ds_galore.tools.source import resolve
@@ -385,7 +253,7 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
     differs = bool(found["changed"] or found["only_first"] or found["only_second"])
     if as_json:
         click.echo(json.dumps(found))
-    else:
+    elif not quiet:
         for key, where in (("only_first", found["first"]), ("only_second", found["second"])):
             for name in found[key]:
                 click.echo(f"only in {where}: {name}")
@@ -404,12 +272,12 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
                 ]
             )
         if rows:
-            _table("changed", ["tensor", "elements", "largest", "relative"], rows)
+            show_table("changed", ["tensor", "elements", "largest", "relative"], rows)
         click.echo(f"{found['equal']} tensors are equal, {len(found['changed'])} changed")
     sys.exit(1 if differs else 0)
 
 
-@main.command()
+@click.command()
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--to", "tag", required=True, help="The checkpoint that 'latest' is to name.")
 @json_option
@@ -426,59 +294,4 @@ def rollback(directory: Path, tag: str, as_json: bool, quiet: bool) -> None:
         click.echo(f"{directory / 'latest'} names {tag}{left}")
 
 
-def _plans(settings: dict[str, Any], model_config: Path, world_size: int, precision: str) -> dict[str, dict[str, int]]:
-    """By optimizer, the bytes of each kind on the fullest rank."""
-    from dataclasses import asdict
-
-    from ds_galore.config import GALORE_OPTIMIZERS, section
-    from ds_galore.tools.memory import ParameterPlan, plan_memory
-
-    model = _empty_model(model_config)
-    adamw = [ParameterPlan(name, parameter.numel()) for name, parameter in model.named_parameters()]
-    options: dict[str, Any] = {
-        "world_size": world_size,
-        "weight_bytes": 4 if precision == "fp32" else 2,
-        "partitioned": section(settings, "zero_optimization").get("stage", 0) == 3,
-    }
-    cases: dict[str, tuple[list[ParameterPlan], dict[str, Any]]] = {"plain AdamW": (adamw, {})}
-    kind = section(settings, "optimizer").get("type")
-    if kind in GALORE_OPTIMIZERS:
-        from ds_galore.optim.galore import GaLoreAdamW
-
-        chosen = {k: v for k, v in section(settings, "optimizer", "params").items() if v != "auto"}
-        optimizer = GaLoreAdamW(model.parameters(), model=model, **chosen)
-        own: dict[str, Any] = {
-            "sharded": optimizer.shards_projectors(world_size),
-            "projector_bytes": optimizer.projector_bytes,
-        }
-        cases = {kind: (optimizer.parameter_plans(), own), **cases}
-    result = {}
-    for label, (plans, own) in cases.items():
-        ranks = [plan_memory(plans, rank=rank, **options, **own) for rank in _telling_ranks(world_size)]
-        fullest = max(ranks, key=lambda plan: plan.total)
-        result[label] = {**asdict(fullest), "total": fullest.total}
-    return result
-
-
-def _telling_ranks(world_size: int) -> range:
-    """Ranks differ by a row of a matrix at most; the first ones show it."""
-    return range(min(world_size, 8))
-
-
-def _empty_model(path: Path) -> Any:
-    """The model without its weights."""
-    if not path.exists():
-        raise DataError(f"--model-config {path}: no such file or directory")
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        loaded = AutoConfig.from_pretrained(str(path), local_files_only=True)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(loaded)
-    except Exception as error:  # noqa: BLE001 - transformers raises many kinds for files it cannot use
-        raise DataError(f"--model-config {path}: cannot be loaded: {str(error).splitlines()[0]}") from None
-
-
-if __name__ == "__main__":
-    main()
+COMMANDS = (merge, reshard, verify, inspect, list_, diff, rollback)
