@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def make(directory: Path, name: str) -> None:
+def make(directory: Path, name: str, layers: int | None) -> None:
     """Save a model both ways, without training it."""
     import deepspeed
     import torch
@@ -39,7 +39,9 @@ def make(directory: Path, name: str) -> None:
     ds_galore.enable()
     deepspeed.init_distributed("gloo", verbose=False)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(ROOT / "configs" / "models" / f"{name}.json"))
+    shape = AutoConfig.from_pretrained(ROOT / "configs" / "models" / f"{name}.json")
+    shape.num_hidden_layers = layers or shape.num_hidden_layers
+    model = AutoModelForCausalLM.from_config(shape)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
@@ -100,11 +102,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--make", type=Path, metavar="DIR")
     parser.add_argument("--model", default="llama_350m")
+    parser.add_argument("--layers", type=int, help="of the model, in place of its own number")
     parser.add_argument("--compare", type=Path, metavar="DIR")
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.make:
-        make(arguments.make, arguments.model)
+        make(arguments.make, arguments.model, arguments.layers)
     if arguments.compare:
         compare(arguments.compare)
 

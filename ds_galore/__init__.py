@@ -20,6 +20,7 @@ _HOMES = {
     "enable": "ds_galore.plugin",
     "load_state_dict": "ds_galore.tools.merge",
     "merge_checkpoint": "ds_galore.tools.merge",
+    "reshard_checkpoint": "ds_galore.tools.reshard",
 }
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "enable",
     "load_state_dict",
     "merge_checkpoint",
+    "reshard_checkpoint",
 ]
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from ds_galore.optim.galore import GaLoreAdamW
     from ds_galore.plugin import check_deepspeed_config, enable
     from ds_galore.tools.merge import load_state_dict, merge_checkpoint
+    from ds_galore.tools.reshard import reshard_checkpoint
 
 
 def __getattr__(name: str) -> Any:
