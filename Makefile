@@ -8,7 +8,7 @@ STEPS ?= 250
 RANKS ?= 2
 CONFIG ?= configs/zero3_galore.json
 
-.PHONY: train test lint typecheck unit crashtest bench bench-checkpoints clean
+.PHONY: train test lint typecheck unit crashtest fuzz bench bench-checkpoints clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +34,9 @@ typecheck: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)
+
+fuzz: $(VENV)/.dev
+	DS_GALORE_FUZZ=500 $(BIN)/python -m pytest tests/tools/test_fuzz.py -q
 
 crashtest: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/checkpoint -m crashtest -q

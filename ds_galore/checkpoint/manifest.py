@@ -128,7 +128,7 @@ class Manifest:
                 metadata=values["metadata"],
                 states=states,
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamageError(f"{path}: is damaged: {error}") from None
         texts = [manifest.tag, manifest.created, manifest.kind, "" if manifest.base is None else manifest.base]
         if any(not isinstance(text, str) for text in texts) or not isinstance(manifest.metadata, dict):

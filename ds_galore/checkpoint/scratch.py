@@ -75,6 +75,8 @@ class Kept:
 
     def elements(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Elements ``[start, stop)``."""
+        if not 0 <= start <= stop <= self.size:
+            raise ValueError(f"[{start}, {stop}) does not lie in {self.size} elements")
         found = np.empty(stop - start, dtype=self.dtype)
         view, position = found.view(np.uint8).data, self.begin + start * self.dtype.itemsize
         while view:

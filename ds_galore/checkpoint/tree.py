@@ -23,21 +23,10 @@ import torch
 from torch import Tensor
 
 from ds_galore.checkpoint.errors import DamageError
+from ds_galore.checkpoint.forms import ENUMERATIONS, OBJECTS
 from ds_galore.errors import ConfigError, DsGaloreError
 
 __all__ = ["flatten", "restore"]
-
-#: Classes whose objects are stored as some of their fields, by module and name.
-OBJECTS: dict[str, tuple[str, ...]] = {
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler": ("cur_scale", "dynamic", "dtype"),
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": (
-        *("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "min_scale", "delayed_shift"),
-        *("cur_hysteresis", "consecutive_hysteresis", "raise_error_at_min_scale", "dynamic", "dtype"),
-    ),
-    "deepspeed.utils.tensor_fragment.fragment_address": ("numel", "start"),
-}
-#: Enumerations whose members are stored by value.
-ENUMERATIONS = frozenset({"deepspeed.runtime.zero.config.ZeroStageEnum"})
 
 _DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 

@@ -21,7 +21,7 @@ from ds_galore.checkpoint.errors import DamageError, FormatError, NotCommittedEr
 from ds_galore.checkpoint.files import DTYPES
 from ds_galore.checkpoint.manifest import MANIFEST
 from ds_galore.checkpoint.reader import CheckpointReader
-from ds_galore.errors import DataError
+from ds_galore.errors import DataError, DsGaloreError
 from ds_galore.tools.torchfile import Opaque, TorchFile, TorchTensor
 
 __all__ = ["Info", "NativeSource", "Source", "as_array", "natural", "open_source", "resolve"]
@@ -144,14 +144,20 @@ def open_source(directory: Path) -> Source:
     NotCommittedError, FormatError, DamageError, DataError
         If it is not finished, not readable by this program, not what was written, or no checkpoint.
     """
-    if (directory / MANIFEST).exists():
-        return OurSource(directory)
     states = sorted(directory.glob("*_states.pt"))
-    if states and all(_is_placeholder(path) for path in states):
+    ours = (directory / MANIFEST).exists()
+    if not ours and states and all(_is_placeholder(path) for path in states):
         raise NotCommittedError(f"{directory}: was never finished (no {MANIFEST})")
-    if not states:
+    if not ours and not states:
         raise DataError(f"{directory}: holds no checkpoint: neither {MANIFEST} nor files named *_states.pt")
-    return NativeSource(directory)
+    try:
+        return OurSource(directory) if ours else NativeSource(directory)
+    except DsGaloreError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        raise DamageError(
+            f"{directory}: its states are not those of a checkpoint: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _is_placeholder(path: Path) -> bool:

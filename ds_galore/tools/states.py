@@ -20,6 +20,7 @@ import numpy as np
 
 from ds_galore.checkpoint.codecs.base import Bits
 from ds_galore.checkpoint.errors import DamageError
+from ds_galore.checkpoint.forms import ENUMERATIONS, OBJECTS
 from ds_galore.errors import DataError
 from ds_galore.tools.source import Info
 from ds_galore.tools.torchfile import DType, Opaque, Size, TorchTensor
@@ -38,16 +39,6 @@ __all__ = [
     "thaw",
 ]
 
-_LOSS_SCALERS = "deepspeed.runtime.fp16.loss_scaler."
-#: Classes whose objects are kept as their fields, and enumerations whose members are kept as their values.
-OBJECTS = frozenset(
-    {
-        f"{_LOSS_SCALERS}LossScaler",
-        f"{_LOSS_SCALERS}DynamicLossScaler",
-        "deepspeed.utils.tensor_fragment.fragment_address",
-    }
-)
-ENUMERATIONS = frozenset({"deepspeed.runtime.zero.config.ZeroStageEnum"})
 _NUMPY = {"numpy.core.multiarray", "numpy._core.multiarray"}
 
 #: ``(logical tensor, start in it, offset in this tensor, number of elements)``.
@@ -159,6 +150,10 @@ def thaw(value: Any, tensors: Mapping[str, Any]) -> Any:
             return OrderedDict(pairs) if tag == "ordered" else dict(pairs)
         if tag == "tuple":
             return tuple(thaw(each, tensors) for each in rest)
+        if tag == "object" and rest[0] not in OBJECTS:
+            raise ValueError(f"{rest[0]!r} is no known class")
+        if tag == "enum" and rest[0] not in ENUMERATIONS:
+            raise ValueError(f"{rest[0]!r} is no known enumeration")
         if tag == "object":
             return Object(str(rest[0]), {str(key): thaw(each, tensors) for key, each in rest[1].items()})
         if tag in ("tensor", "parameter", "array"):

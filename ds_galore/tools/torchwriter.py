@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ds_galore.checkpoint.codecs.base import Bits
-from ds_galore.errors import DataError
+from ds_galore.checkpoint.errors import DamageError
+from ds_galore.errors import DataError, DsGaloreError
 from ds_galore.tools.states import Form, Leaf, Object
 from ds_galore.tools.torchfile import Opaque
 
@@ -192,7 +193,12 @@ def write_torch_file(path: Path, state: Any, read: Read) -> None:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
             buffer = _Buffer()
             pickler = _Pickler(buffer, path, read)
-            pickler.dump(state)
+            try:
+                pickler.dump(state)
+            except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError) as error:
+                if isinstance(error, DsGaloreError):
+                    raise
+                raise DamageError(f"{path}: cannot be written: {type(error).__name__}: {error}") from error
             archive.writestr("archive/data.pkl", bytes(buffer))
             archive.writestr("archive/byteorder", b"little")
             for number, leaf in enumerate(pickler.storages.values()):

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -112,6 +113,14 @@ def saved(pool, tmp_path_factory):
     return directory, expected
 
 
+@pytest.fixture(scope="module")
+def plain(pool, tmp_path_factory):
+    """The same with AdamW."""
+    directory = tmp_path_factory.mktemp("plain")
+    pool.run(2, both, str(directory), ADAMW, {})
+    return directory
+
+
 def test_shards_dtypes_and_the_index(saved, tmp_path):
     directory, expected = saved
     for dtype, kind in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
@@ -186,8 +195,6 @@ def test_pruning_and_int8_lose_what_they_say(saved, tmp_path):
 
 
 def test_missing_and_extra_rank_files_are_refused_by_count_before_any_work(saved, tmp_path):
-    import shutil
-
     directory, _ = saved
     for kind in ("optim", "model"):
         broken = tmp_path / kind
@@ -226,8 +233,6 @@ def test_an_output_that_is_there_is_left_alone_without_overwrite(saved, tmp_path
 
 
 def test_an_output_that_is_or_holds_what_is_read_is_refused_even_to_be_overwritten(saved, tmp_path):
-    import shutil
-
     directory, _ = saved
     shutil.copytree(directory / "ours", tmp_path / "run")
     for out in (tmp_path / "run", tmp_path / "run" / "b", tmp_path):
@@ -260,8 +265,6 @@ def test_descriptions_of_tensors_cannot_be_used_to_read_or_allocate_memory(tmp_p
 
 
 def test_damage_leaves_nothing_behind(saved, tmp_path):
-    import shutil
-
     directory, _ = saved
     shutil.copytree(directory / "ours" / "b", tmp_path / "b")
     victim = next((tmp_path / "b").glob("rank-00001-*.diff.safetensors"))
@@ -280,8 +283,6 @@ class _Evil:
 
 
 def test_a_malicious_pickle_is_refused_and_not_run(saved, tmp_path):
-    import shutil
-
     directory, _ = saved
     marker = Path("/tmp/ds-galore-was-here")
     marker.unlink(missing_ok=True)
@@ -373,6 +374,8 @@ def test_what_torch_saves_is_read_without_torch(tmp_path):
 
 # ---------------------------------------------------------------------- as a program
 
+DEEPSPEED = ("--format", "deepspeed")
+FORMATS = ("ds_galore", "deepspeed")
 BLOCKED = """
 import sys
 class Block:
@@ -390,7 +393,7 @@ def run(*arguments: str, blocked: bool = True, **kwargs: Any) -> subprocess.Comp
     return subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT, check=False, **kwargs)
 
 
-def test_every_command_runs_where_torch_and_deepspeed_cannot_be_imported(saved, tmp_path):
+def test_every_command_runs_where_torch_and_deepspeed_cannot_be_imported(saved, plain, tmp_path):
     directory, expected = saved
     ours, native = str(directory / "ours"), str(directory / "native")
     for number, source in enumerate((ours, native)):
@@ -409,6 +412,24 @@ def test_every_command_runs_where_torch_and_deepspeed_cannot_be_imported(saved, 
         rows = json.loads(done.stdout)
         assert [row["state"] for row in rows] == ["intact"] * len(rows)
         assert [row["tag"] for row in rows if row["latest"]] == ["b"]
+        done = run("merge", source, str(tmp_path / f"t{number}"), "--format", "torch", "--quiet")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        assert run("rollback", source, "--to", "b", "--json").returncode == 0
+        for command in (["list"], ["inspect"], ["verify"], ["rollback", "--to", "b"]):
+            done = run(command[0], source, *command[1:], "--quiet")
+            assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), command
+    adamw = str(plain / "ours"), str(plain / "native")
+    for number, (source, form) in enumerate([(ours, "ds_galore"), *((s, f) for s in adamw for f in FORMATS)]):
+        out = str(tmp_path / f"r{number}")
+        done = run("reshard", source, out, "--world-size", "3", "--format", form, "--json")
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert (report["from_world_size"], report["world_size"], report["tag"], report["step"]) == (2, 3, "b", 5)
+    for source in (ours, native):
+        done = run("reshard", source, str(tmp_path / "refused"), "--world-size", "3", "--format", "deepspeed")
+        assert (done.returncode, "GaLoreAdamW's state" in done.stderr) == (2, True)
+    assert run("estimate", "--params", "7e9", "--json").returncode == 0
+    assert run("config", "check", "configs/zero3_galore.json").returncode == 0
     rows = json.loads(run("list", ours, "--verify", "--json").stdout)
     assert [(row["tag"], row["step"], row["kind"], row["base"]) for row in rows] == [
         ("a", 3, "full", None),
@@ -459,8 +480,6 @@ def test_mistakes_are_told_in_one_line_with_what_to_do(saved, tmp_path):
 
 
 def test_verify_names_the_damaged_file_and_the_newest_intact_tag_and_rollback_goes_there(saved, tmp_path):
-    import shutil
-
     directory, _ = saved
     shutil.copytree(directory / "ours", tmp_path / "run")
     victim = next((tmp_path / "run" / "b").glob("rank-00001-*.diff.safetensors"))
@@ -498,27 +517,73 @@ def test_help_and_list_answer_quickly(saved):
         assert min(times) < 0.4, (arguments, times)
 
 
-def test_an_interrupted_merge_leaves_nothing(saved, tmp_path):
+SLOW = """import time
+import ds_galore.{module} as module
+old = module.{name}
+def slow(*a, **k):
+    print('working', flush=True)
+    time.sleep(0.5)
+    return old(*a, **k)
+module.{name} = slow
+from ds_galore.cli import main"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "arguments"),
+    [
+        ("tools.merge", "_Conversion.run", ["merge", "ours", "{out}"]),
+        ("tools.merge", "_Conversion.run", ["merge", "native", "{out}", "--format", "torch"]),
+        ("checkpoint.reader", "decode", ["reshard", "ours", "{out}", "--world-size", "3"]),
+        ("checkpoint.store", "encode", ["reshard", "ours", "{out}", "--world-size", "3"]),
+        ("tools.reshard.writing", "write_torch_file", ["reshard", "plain", "{out}", "--world-size", "1", *DEEPSPEED]),
+        ("checkpoint.reader", "decode", ["rollback", "ours", "--to", "a"]),
+    ],
+)
+def test_what_is_interrupted_leaves_nothing_half_done(saved, plain, tmp_path, module, name, arguments):
     directory, _ = saved
-    slow = BLOCKED.replace(
-        "from ds_galore.cli import main",
-        "import time\nfrom ds_galore.tools import merge as m\nold = m._Conversion.run\n"
-        "def run(self, *a):\n    print('working', flush=True)\n    time.sleep(0.5)\n    return old(self, *a)\n"
-        "m._Conversion.run = run\nfrom ds_galore.cli import main",
-    )
+    shutil.copytree(directory, tmp_path / "run")
+    shutil.copytree(plain / "native", tmp_path / "run" / "plain")
+    before = sorted(path for path in (tmp_path / "run").rglob("*"))
+    arguments = [str(tmp_path / "run" / each) if each in ("ours", "native", "plain") else each for each in arguments]
+    arguments = [each.format(out=tmp_path / "out") for each in arguments]
+    program = BLOCKED.replace("from ds_galore.cli import main", SLOW.format(module=module, name=name))
     process = subprocess.Popen(
-        [sys.executable, "-c", slow, "merge", str(directory / "ours"), str(tmp_path / "out")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
+        [sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == "working\n"
+    assert process.stdout.readline().startswith("working")
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
-    assert process.returncode != 0
-    assert list(tmp_path.iterdir()) == []
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert told.strip() == "ds-galore: interrupted; nothing was left half done"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert sorted(path for path in (tmp_path / "run").rglob("*")) == before
+    assert (tmp_path / "run" / "ours" / "latest").read_text() == "b"
+
+
+def test_a_disk_that_is_full_is_told_and_nothing_is_left(saved, plain, tmp_path):
+    directory, _ = saved
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"needs the right to mount a tmpfs: {mounted.stderr.strip()}")
+    try:
+        for arguments in (
+            ["merge", str(directory / "ours"), str(disk / "out")],
+            ["merge", str(directory / "native"), str(disk / "out"), "--format", "torch"],
+            ["reshard", str(directory / "ours"), str(disk / "out"), "--world-size", "1"],
+            ["reshard", str(plain / "native"), str(disk / "out"), "--world-size", "3", *DEEPSPEED],
+        ):
+            done = run(*arguments)
+            assert done.returncode == 2, done.stderr
+            assert "No space left on device; nothing was left behind: make room" in done.stderr
+            assert len(done.stderr.splitlines()) == 1
+            assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 def test_the_script_in_the_save_directory_takes_deepspeeds_arguments(saved, tmp_path):

@@ -15,10 +15,10 @@ from pathlib import Path
 from ds_galore.checkpoint.errors import DamageError
 from ds_galore.checkpoint.manifest import MANIFEST
 from ds_galore.checkpoint.scratch import Scratch
-from ds_galore.errors import ConfigError, DataError
+from ds_galore.errors import ConfigError, DataError, DsGaloreError
 from ds_galore.tools.output import new_directory
 from ds_galore.tools.reshard.checkpoint import Checkpoint
-from ds_galore.tools.reshard.cutting import Resharder
+from ds_galore.tools.reshard.cutting import Resharder, check_sizes
 from ds_galore.tools.reshard.reading import read_native, read_ours
 from ds_galore.tools.reshard.writing import decode, write_native, write_ours
 from ds_galore.tools.source import resolve
@@ -102,7 +102,10 @@ def reshard_checkpoint(
                 " format ds_galore, or merge it to have the weights"
             )
         files = [resharder.files(rank) for rank in range(world_size)]
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        check_sizes(source, files)
+    except DsGaloreError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise DamageError(
             f"{source_directory}: its states are not those of a checkpoint: {type(error).__name__}: {error}"
         ) from error

@@ -24,7 +24,7 @@ from ds_galore.tools.reshard.checkpoint import (
 from ds_galore.tools.reshard.layout import Flat, Part, round_robin, split, stage3, sub_groups, undo_round_robin
 from ds_galore.tools.states import Form, Leaf, Object, Piece, leaves, mapped
 
-__all__ = ["Layout", "Resharder", "fragment"]
+__all__ = ["Layout", "Resharder", "check_sizes", "fragment"]
 
 #: DeepSpeed's default of ``zero_optimization.sub_group_size``.
 SUB_GROUP_SIZE = 1_000_000_000
@@ -50,6 +50,13 @@ class Layout:
             {name: shape_of(shape) for name, shape in group.items()}
             for group in source.model[0].get("param_shapes") or []
         ]
+        for name, shape in (item for group in saved for item in group.items()):
+            held = source.tensors.get(f"{name}/fp32")
+            if held is None or held.info.shape != shape:
+                found = "not there" if held is None else f"of shape {held.info.shape}"
+                raise DamageError(
+                    f"{source.directory}: {name} has shape {shape} in its state, and its data are {found}"
+                )
         groups = inner_state(source, tree)["param_groups"]
         self.groups: list[int] = []  # by flat tensor, its parameter group
         self.shapes: list[dict[str, tuple[int, ...]]] = []  # by flat tensor, in the order of its parameters
@@ -256,7 +263,12 @@ class Resharder:
         made: dict[str, Any] = {}
         for key, value in old.items():
             name = f"{part.name}/{key}"
-            if not isinstance(value, Leaf) or name not in self._source.tensors:
+            if isinstance(value, Leaf) and name not in self._source.tensors:
+                raise DataError(
+                    f"{self._source.directory}: holds GaLoreAdamW's state in DeepSpeed's own files, which cannot be"
+                    " resharded: load it on the number of ranks that saved it, and save it with ds_galore.checkpoint"
+                )
+            if not isinstance(value, Leaf):
                 made[key] = self._other(value, key)
             elif "projector" not in old:
                 made[key] = _with(value, (part.numel,), (name, part.start, 0, part.numel))
@@ -314,3 +326,31 @@ def _flat_leaf(like: Leaf, flat: Flat, kind: str, numel: int) -> Leaf:
 
 def _size(shape: tuple[int, ...]) -> Form:
     return Form(json.dumps({"$": ["size", *shape]}))
+
+
+def check_sizes(source: Checkpoint, files: Sequence[Mapping[str, Any]]) -> None:
+    """Before anything is allocated by them: that tensors of the states are no larger than the data that they name.
+
+    Raises
+    ------
+    DamageError
+        If one is.
+    """
+    known = sum(tensor.info.numel for tensor in source.tensors.values())
+    for leaf in (leaf for each in files for state in each.values() for leaf in leaves(state)):
+        position = 0
+        for name, start, offset, numel in sorted(leaf.pieces, key=lambda piece: piece[2]):
+            if not numel:
+                continue
+            if name not in source.tensors:
+                raise DamageError(f"{source.directory}: its state names {name}, which its data do not hold")
+            info = source.tensors[name].info
+            whole = leaf.numel * (info.shape[-1] if info.dtype == "U8" and leaf.dtype != "uint8" else 1)
+            fits = info.numel == whole if leaf.own else start + numel <= info.numel
+            if not fits or offset < position or start < 0:
+                raise DamageError(f"{source.directory}: its state places {name} where it does not fit")
+            position = offset + numel
+        if position > leaf.numel or leaf.numel > known + 64 * len(files) * (len(leaf.pieces) + 1):
+            raise DamageError(
+                f"{source.directory}: a tensor of its state has {leaf.numel} elements, which its data do not"
+            )
