@@ -20,7 +20,7 @@ from ds_galore.tools.output import new_directory
 from ds_galore.tools.reshard.checkpoint import Checkpoint
 from ds_galore.tools.reshard.cutting import Resharder, check_sizes
 from ds_galore.tools.reshard.reading import read_native, read_ours
-from ds_galore.tools.reshard.writing import decode, write_native, write_ours
+from ds_galore.tools.reshard.writing import Meter, decode, needed_bytes, write_native, write_ours
 from ds_galore.tools.source import resolve
 
 __all__ = ["FORMATS", "ReshardReport", "reshard_checkpoint"]
@@ -113,12 +113,13 @@ def reshard_checkpoint(
     with new_directory(target, overwrite=overwrite) as directory:
         scratch = Scratch(directory / ".scratch")
         try:
+            meter = Meter(needed_bytes(source, files) * (2 if source.decode else 1), progress)
             if source.decode:
-                decode(source, [state for each in files for state in each.values()], scratch, workers, progress)
+                decode(source, [state for each in files for state in each.values()], scratch, workers, meter)
             if format == "ds_galore":
-                write_ours(source, files, directory, name, scratch, workers)
+                write_ours(source, files, directory, name, scratch, workers, meter)
             else:
-                write_native(source, files, directory, name, workers)
+                write_native(source, files, directory, name, workers, meter)
         finally:
             scratch.close()
         report.bytes = sum(each.stat().st_size for each in directory.rglob("*") if each.is_file())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ds_galore.checkpoint.errors import DamageError
 from ds_galore.checkpoint.files import DTYPES, FORMAT, VERSION, FileRecord, replace_file, sync_directory
 from ds_galore.checkpoint.scratch import Scratch
 from ds_galore.checkpoint.store import CheckpointStore, Shard
+from ds_galore.errors import PeerError
 from ds_galore.tools.output import cast, in_threads
 from ds_galore.tools.reshard.checkpoint import MODEL, OPTIMIZER, Checkpoint
 from ds_galore.tools.source import Info
@@ -23,19 +25,44 @@ from ds_galore.tools.states import SAFE_NAMES, Leaf, freeze, leaves
 from ds_galore.tools.torchwriter import STORAGES, write_torch_file
 from ds_galore.tools.zero_to_fp32 import SCRIPT
 
-__all__ = ["decode", "write_native", "write_ours"]
+__all__ = ["Meter", "decode", "needed_bytes", "write_native", "write_ours"]
 
 #: Elements of a tensor that are read at a time.
 CHUNK = 2**24
 
 
-def decode(
-    source: Checkpoint,
-    states: Sequence[Any],
-    scratch: Scratch,
-    workers: int,
-    progress: Callable[[int, int], None],
-) -> None:
+class Meter:
+    """Counts bytes done, and lets threads stop in the middle of their work.
+
+    Parameters
+    ----------
+    total
+        Bytes in all.
+    show
+        Called with bytes done and bytes in all.
+    """
+
+    def __init__(self, total: int, show: Callable[[int, int], None]) -> None:
+        self._total, self._show, self._done = total, show, 0
+        self._lock = threading.Lock()
+        self.stopped = threading.Event()
+
+    def add(self, nbytes: int) -> None:
+        """So many more are done; raises where another thread has failed, or the user has had enough."""
+        if self.stopped.is_set():
+            raise PeerError("another part of the work has failed")
+        with self._lock:
+            self._done += nbytes
+            self._show(self._done, self._total)
+
+
+def needed_bytes(source: Checkpoint, files: Sequence[Mapping[str, Any]]) -> int:
+    """Bytes of the logical tensors of which all ranks' states consist."""
+    found = {name for each in files for state in each.values() for leaf in leaves(state) for name, *_ in leaf.pieces}
+    return sum(source.tensors[name].info.nbytes for name in found if name in source.tensors)
+
+
+def decode(source: Checkpoint, states: Sequence[Any], scratch: Scratch, workers: int, meter: Meter) -> None:
     """Decode every tensor that is needed once, so that ranges of it can be read."""
     needed = {piece[0] for state in states for leaf in leaves(state) for piece in leaf.pieces if piece[3]}
     missing = needed - source.tensors.keys()
@@ -46,11 +73,12 @@ def decode(
     def decode(name: str) -> None:
         tensor = source.tensors[name]
         source.tensors[name] = replace(tensor, read=scratch.keep(tensor.read(0, tensor.info.numel)).elements)
+        meter.add(tensor.info.nbytes)
 
-    in_threads(decode, infos, workers, progress)
+    in_threads(decode, infos, workers)
 
 
-def _values(source: Checkpoint, leaf: Leaf) -> Iterator[Bits]:
+def _values(source: Checkpoint, leaf: Leaf, meter: Meter) -> Iterator[Bits]:
     """The bit patterns of a tensor, in its own dtype."""
     target = SAFE_NAMES.get(leaf.dtype)
     if target is None:  # kept as bytes
@@ -67,18 +95,19 @@ def _values(source: Checkpoint, leaf: Leaf) -> Iterator[Bits]:
             raise DamageError(f"{source.directory}: its state names {name}, which its data do not hold")
         for begin in range(start, start + numel, CHUNK):
             bits = tensor.read(begin, min(begin + CHUNK, start + numel))
+            meter.add(bits.nbytes)
             yield cast(bits, tensor.info.dtype, target)
     if leaf.numel > position:
         yield np.zeros(leaf.numel - position, dtype=f"u{width}")
 
 
 def write_native(
-    source: Checkpoint, files: Sequence[Mapping[str, Any]], directory: Path, tag: str, workers: int
+    source: Checkpoint, files: Sequence[Mapping[str, Any]], directory: Path, tag: str, workers: int, meter: Meter
 ) -> None:
     """Write a save directory that DeepSpeed loads without this package: ``files`` are each rank's states by name."""
     (directory / tag).mkdir()
     jobs = [(directory / tag / name, state) for each in files for name, state in each.items()]
-    _all(lambda job: write_torch_file(job[0], job[1], lambda leaf: _values(source, leaf)), jobs, workers)
+    _all(lambda job: write_torch_file(job[0], job[1], lambda leaf: _values(source, leaf, meter)), jobs, workers, meter)
     sync_directory(directory / tag)
     replace_file(directory / "latest", [tag.encode()])
 
@@ -90,6 +119,7 @@ def write_ours(
     tag: str,
     scratch: Scratch,
     workers: int,
+    meter: Meter,
 ) -> None:
     """Write a save directory of ours: ``files`` are each rank's states by name."""
     store = CheckpointStore(directory)
@@ -104,6 +134,7 @@ def write_ours(
             stop = info.numel if each.stop is None else each.stop
             empty: Bits = np.zeros(0, dtype=f"u{DTYPES[info.dtype]}")
             bits = empty if each.empty else source.tensors[each.source].read(each.start, stop)
+            meter.add(bits.nbytes)
             yield Shard(each.name, info.dtype, info.shape, each.start, bits)
 
     records: list[list[FileRecord]] = [[] for _ in range(ranks)]
@@ -116,7 +147,7 @@ def write_ours(
             text = json.dumps({"format": FORMAT, "version": VERSION, "state": value, "tensors": described})
             states[name] = store.write_state(tag, name, text)
 
-    _all(write, range(ranks), workers)
+    _all(write, range(ranks), workers, meter)
     ordered = {name: states[name] for each in frozen for name in each}
     store.commit(tag, records, metadata={**source.metadata, "saves": 1}, states=ordered)
     replace_file(directory / "zero_to_fp32.py", [SCRIPT.encode()], mode=0o755)
@@ -162,13 +193,14 @@ def _who_holds_what(frozen: Sequence[Mapping[str, tuple[Any, Mapping[str, Leaf]]
     return found
 
 
-def _all(work: Callable[[Any], None], items: Sequence[Any], workers: int) -> None:
-    """Do the work on all items in threads; the first error ends it."""
-    with ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(work, item) for item in items]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+def _all(work: Callable[[Any], None], items: Sequence[Any], workers: int, meter: Meter) -> None:
+    """Do the work on all items in threads; the first error, in their order of time, ends it."""
+    pool = ThreadPoolExecutor(workers)
+    try:
+        for future in as_completed([pool.submit(work, item) for item in items]):
+            future.result()
+    except BaseException:
+        meter.stopped.set()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
