@@ -18,7 +18,8 @@ from ds_galore.checkpoint.manifest import MANIFEST
 from ds_galore.checkpoint.reader import CheckpointReader
 from ds_galore.checkpoint.store import CheckpointStore
 from ds_galore.errors import DataError
-from ds_galore.tools.source import NativeSource, Source, as_array, open_source
+from ds_galore.tools.native import TorchSource
+from ds_galore.tools.source import Source, as_array, open_source
 
 __all__ = ["difference", "inspect_checkpoint", "list_checkpoints"]
 
@@ -85,7 +86,7 @@ def inspect_checkpoint(directory: Path) -> dict[str, Any]:
 
 
 def _native(source: Source) -> dict[str, Any]:
-    assert isinstance(source, NativeSource)
+    assert isinstance(source, TorchSource)
     tensors = {}
     for name, info in [*source.weights.items(), *source.optimizer.items()]:
         tensors[name] = {
@@ -95,10 +96,10 @@ def _native(source: Source) -> dict[str, Any]:
             "stored": info.nbytes,
             "shards": [],
         }
-    size = sum(path.stat().st_size for path in source.directory.glob("*_states.pt"))
+    size = sum(path.stat().st_size for path in source.directory.rglob("*.pt"))
     return {
         "directory": str(source.directory),
-        "format": "deepspeed",
+        "format": "deepspeed" if source.stage is not None else "deepspeed universal",
         "step": source.step,
         "world_size": source.world_size,
         "zero_stage": source.stage,
@@ -200,8 +201,9 @@ def _state_of(place: Path, verify: bool) -> dict[str, Any]:
     try:
         if not (place / MANIFEST).exists():
             source = open_source(place)
-            assert isinstance(source, NativeSource)
-            return {"step": source.step, "ranks": source.world_size}
+            assert isinstance(source, TorchSource)
+            kind = "native" if source.stage is not None else "universal"
+            return {"step": source.step, "ranks": source.world_size, "kind": kind}
         reader = CheckpointReader(place)
         manifest = reader.manifest
         problems = reader.verify(quick=not verify)

@@ -15,7 +15,8 @@ from ds_galore.checkpoint.manifest import MANIFEST
 from ds_galore.checkpoint.reader import CheckpointReader
 from ds_galore.checkpoint.store import CheckpointStore
 from ds_galore.errors import ConfigError, DataError
-from ds_galore.tools.source import NativeSource, open_source
+from ds_galore.tools.native import TorchSource
+from ds_galore.tools.source import open_source
 
 __all__ = ["Verification", "rollback", "verify_checkpoint"]
 
@@ -84,12 +85,12 @@ def verify_checkpoint(directory: Path, *, quick: bool = False, sample: tuple[int
 
 def _verify_native(directory: Path, found: Verification, quick: bool, sample: tuple[int, int]) -> None:
     source = open_source(directory)
-    assert isinstance(source, NativeSource)
+    assert isinstance(source, TorchSource)
     found.ranges = len(source.weights) + len(source.optimizer)
     if quick:
         return
     part, parts = sample
-    for number, path in enumerate(sorted(directory.glob("*_states.pt"))):
+    for number, path in enumerate(sorted(directory.rglob("*.pt"))):
         if number % parts != part - 1:
             continue
         with zipfile.ZipFile(path) as archive:

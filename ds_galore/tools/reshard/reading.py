@@ -12,6 +12,8 @@ import numpy as np
 from ds_galore.checkpoint.codecs.base import Bits
 from ds_galore.checkpoint.errors import DamageError
 from ds_galore.checkpoint.reader import CheckpointReader
+from ds_galore.errors import DataError
+from ds_galore.tools.native import NativeSource
 from ds_galore.tools.output import cast
 from ds_galore.tools.reshard.checkpoint import (
     MODEL,
@@ -23,7 +25,7 @@ from ds_galore.tools.reshard.checkpoint import (
     state_numbers,
 )
 from ds_galore.tools.reshard.cutting import Layout, fragment
-from ds_galore.tools.source import Info, NativeSource, natural, open_source
+from ds_galore.tools.source import Info, natural, open_source
 from ds_galore.tools.states import Leaf, Tensor, from_pickle, thaw
 from ds_galore.tools.torchfile import TorchFile
 
@@ -75,7 +77,11 @@ def read_native(directory: Path, *, ours: bool) -> Checkpoint:
         If it cannot be read.
     """
     source = open_source(directory)
-    assert isinstance(source, NativeSource)
+    if not isinstance(source, NativeSource):
+        raise DataError(
+            f"{directory}: is a universal checkpoint, which DeepSpeed loads on any number of ranks; it is not resharded"
+        )
+    assert source.stage is not None
     tensors: dict[str, Tensor] = {}
     trees: dict[str, Any] = {}
     for path in sorted(directory.glob("*_states.pt"), key=lambda path: natural(path.name)):
