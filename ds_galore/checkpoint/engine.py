@@ -15,39 +15,33 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import logging
 import secrets
-import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
-from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from ds_galore.checkpoint.base import Base, OpenBase, Source, in_budget
 from ds_galore.checkpoint.codecs import Compressor
-from ds_galore.checkpoint.codecs.base import Bits
 from ds_galore.checkpoint.errors import DamageError, FormatError, NotCommittedError
-from ds_galore.checkpoint.files import FORMAT, VERSION, FileRecord, digest_of, replace_file, sync_directory
+from ds_galore.checkpoint.files import replace_file, sync_directory
+from ds_galore.checkpoint.job import Factors, Plan, SaveJob
+from ds_galore.checkpoint.job import plan as plan_save
 from ds_galore.checkpoint.loading import PreparedLoad, is_placeholder, load_file
 from ds_galore.checkpoint.manifest import MANIFEST, Manifest
-from ds_galore.checkpoint.pieces import MASTER, NAMES, Piece, StateMap, describe, rounded_weights, to_bits
-from ds_galore.checkpoint.siblings import is_rotated, keep_copy, kept_copy, newest_intact_sibling
+from ds_galore.checkpoint.pieces import MASTER, StateMap, rounded_weights
+from ds_galore.checkpoint.siblings import is_rotated, kept_copy, newest_intact_sibling, try_to_keep
 from ds_galore.checkpoint.snapshot import Background, HostBuffers
-from ds_galore.checkpoint.store import CheckpointStore, Shard
+from ds_galore.checkpoint.store import CheckpointStore
 from ds_galore.checkpoint.tree import flatten
 from ds_galore.config import CheckpointConfig
-from ds_galore.errors import ConfigError, PeerError
+from ds_galore.errors import ConfigError
 from ds_galore.optim.galore import GaLoreAdamW
 from ds_galore.optim.matrices import RIGHT
 from ds_galore.tools.zero_to_fp32 import SCRIPT
@@ -56,52 +50,6 @@ from ds_galore.zero.group import Guard, RankGroup
 __all__ = ["SaveEngine"]
 
 logger = logging.getLogger(__name__)
-
-Factors = dict[str, npt.NDArray[np.float32]]
-#: Ends of names of tensors that tell nothing about themselves some steps later: differences to them gain nothing.
-FIRST_MOMENTS = ("/exp_avg", "/momentum_buffer")
-#: Seconds between two looks for the other ranks' ``.done`` files.
-POLL = 0.05
-#: Once the interpreter is ending: how long rank 0 waits for the others, in seconds and in multiples of its own work.
-LAST_WAIT, LAST_WAIT_TIMES = 60.0, 3.0
-
-
-@dataclass(frozen=True)
-class _Range:
-    """A range of a logical tensor that this rank writes: which of the copied tensors it is in, and where."""
-
-    piece: Piece
-    copy: int
-    scale: int  # stored elements for each of the tensor: bytes, where safetensors does not know the dtype
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """Its name and start, in stored elements."""
-        return self.piece.name, self.piece.start * self.scale
-
-
-@dataclass
-class _Job:
-    """A save from the moment at which its state is copied."""
-
-    store: CheckpointStore
-    tag: str
-    token: str
-    rank: int
-    world_size: int
-    kind: str
-    base: OpenBase | None
-    linked: list[FileRecord]
-    copies: list[Tensor]
-    ranges: list[_Range]
-    factors: Factors
-    states: dict[str, Any]
-    metadata: dict[str, Any]
-    latest: bool
-    written: dict[tuple[str, int], Bits] = field(default_factory=dict)
-    seconds: float = 0.0
-    leaving: bool = False  # nobody will call wait() any more
-    abandoned: bool = False  # some rank could not write its part
 
 
 class SaveEngine(CheckpointEngine):  # type: ignore[misc]
@@ -126,7 +74,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         self._buffers = HostBuffers()
         self._base: Base | None = None
         self._base_copies: list[Tensor] = []  # the memory of the base's arrays
-        self._flight: tuple[_Job, Background] | None = None
+        self._flight: tuple[SaveJob, Background] | None = None
         self._last_dir: Path | None = None
         self._token, self._saves = "", 0
         self._told = False
@@ -246,6 +194,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
                 self._drop_base()  # the next checkpoint is full; one rank without a base is enough for that
             raise
         self._flight = None
+        self._count(job)
         self._adopt(job)
 
     def begin(self) -> None:
@@ -261,7 +210,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         store = CheckpointStore(Path(info.save_dir).absolute(), self.hook, links=self._settings.links)
         factors = _whole_projectors(engine, guard)
         rounded = _agree_on_rounded(engine, group, guard)
-        plan = guard.run(lambda: self._plan(StateMap(engine, rounded), pending), lambda: ([], [], {}))
+        plan = guard.run(lambda: plan_save(StateMap(engine, rounded), pending), lambda: ([], [], {}))
         kind, base = self._next_kind()
         if not self._token:  # agreed on once; with the number of the save it tells this attempt from any other
             self._token = f"{int(group.broadcast(torch.tensor([secrets.randbits(62)]), 0)):016x}"
@@ -282,10 +231,10 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         if group.rank == 0 and self._last_dir not in (None, store.directory) and is_rotated(store.directory):
             assert self._last_dir is not None
             if kept_copy(self._last_dir).exists() and self._last_dir.exists():
-                _try_to_keep(self._last_dir)  # with what the trainer has written beside since
+                try_to_keep(self._last_dir)  # with what the trainer has written beside since
         self._last_dir = store.directory
         self._told = False
-        self._flight = job, Background(lambda: self._write(job), lambda ok: self._commit(job, ok))
+        self._flight = job, Background(job.write, job.commit)
         if not self._settings.asynchronous:
             self.wait()
 
@@ -297,36 +246,12 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         return mode, base
 
     @staticmethod
-    def _plan(
-        known: StateMap, pending: list[tuple[str, Any, dict[str, Tensor]]]
-    ) -> tuple[list[Tensor], list[_Range], dict[str, Any]]:
-        """The tensors to copy, the ranges of logical tensors in them, and the state files."""
-        tensors: list[Tensor] = []
-        ranges: list[_Range] = []
-        states: dict[str, Any] = {}
-        seen: set[tuple[str, int]] = set()
-        for name, value, found in pending:
-            described = {}
-            for path, tensor in found.items():
-                pieces = known.pieces(path, tensor)
-                described[path] = describe(tensor, pieces)
-                scale = 1 if tensor.dtype in NAMES else tensor.element_size()
-                stored = [_Range(piece, len(tensors), scale) for piece in pieces if piece.stored]
-                stored = [each for each in stored if each.key not in seen]
-                seen.update(each.key for each in stored)
-                if stored:
-                    ranges += stored
-                    tensors.append(tensor)
-            states[name] = {"format": FORMAT, "version": VERSION, "state": value, "tensors": described}
-        return tensors, ranges, states
-
-    @staticmethod
     def _open_base(
         base: Base | None,
         store: CheckpointStore,
         tag: str,
         rank: int,
-        plan: tuple[Any, list[_Range], Any],
+        plan: Plan,
         factors: Factors,
     ) -> OpenBase | None:
         """The base, if its files are there and this rank's hold the ranges that are to be written.
@@ -347,12 +272,12 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         store: CheckpointStore,
         tag: str,
         group: RankGroup,
-        plan: tuple[list[Tensor], list[_Range], dict[str, Any]],
+        plan: Plan,
         kind: str,
         base: OpenBase | None,
         factors: Factors,
         latest: bool,
-    ) -> _Job:
+    ) -> SaveJob:
         """Copy this rank's state, and have the base's files in the directory before anybody can remove them."""
         tensors, ranges, states = plan
         engine = self._engine()
@@ -369,7 +294,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         }
         copies = self._buffers.copy(tensors)
         self.last_copied_bytes = sum(each.nbytes for each in copies)
-        return _Job(
+        return SaveJob(
             store=store,
             tag=tag,
             token=f"{self._token}-{self._saves}",
@@ -384,6 +309,9 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             states=states,
             metadata=metadata,
             latest=latest,
+            settings=self._settings,
+            compressor=self._compressor,
+            hook=self.hook,
         )
 
     def write_recovery_script(self, save_dir: str) -> None:
@@ -391,101 +319,17 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         with self._guard:
             replace_file(Path(save_dir) / "zero_to_fp32.py", [SCRIPT.encode()], mode=0o755)
 
-    # ------------------------------------------------------------------ in the thread
-
-    def _write(self, job: _Job) -> None:
-        """Write this rank's files durably, and say so to rank 0."""
-        begin = time.monotonic()
-        self.hook("writing")
-        try:
-            # Not more: BLAS threads that wait for cores on which training runs took three times the time of one alone.
-            with threadpool_limits(1, user_api="blas"):
-                files = job.store.write(
-                    job.tag,
-                    job.rank,
-                    job.world_size,
-                    self._shards(job),
-                    linked=job.linked,
-                    compressor=self._compressor,
-                )
-            states = {name: job.store.write_state(job.tag, name, json.dumps(v)) for name, v in job.states.items()}
-            report = {"files": [asdict(each) for each in files], "states": {k: asdict(v) for k, v in states.items()}}
-            self._count(job, files[-1].bytes)
-        except BaseException as error:
-            _try_to_tell(job, {"error": f"{type(error).__name__}: {error}"})
-            raise
-        self.hook("telling")
-        replace_file(_done(job, job.rank), [json.dumps(report).encode()])
-        job.seconds = time.monotonic() - begin
-
-    def _shards(self, job: _Job) -> Iterator[Shard]:
-        for each in job.ranges:
-            piece = each.piece
-            flat = job.copies[each.copy][piece.offset : piece.offset + piece.numel]
-            lossy = self._settings.state_dtype if piece.moment and flat.dtype == torch.float32 else "exact"
-            if lossy == "bf16":
-                flat = flat.to(torch.bfloat16)
-            bits, dtype = to_bits(flat)
-            shape = piece.shape if each.scale == 1 else (*piece.shape, each.scale)
-            start = each.key[1]
-            int8 = "int8" if lossy == "int8" else None
-            if lossy == "exact" and not piece.name.endswith(FIRST_MOMENTS):
-                job.written[piece.name, start] = bits
-            held = job.base.holds(piece.name, start, start + bits.size) if job.base is not None else None
-            if job.base is None or held is None or (held.dtype, held.shape) != (dtype, shape):
-                yield Shard(piece.name, dtype, shape, start, bits, lossy=int8)
-                continue
-            digest = digest_of(bits)
-            if digest == held.digest and int8 is None:
-                yield Shard(piece.name, dtype, shape, start, bits, unchanged=True, digest=digest)
-                continue
-            if lossy != "exact" or piece.name.endswith(FIRST_MOMENTS):
-                known = digest if int8 is None else None  # of int8 the digest is that of what comes back
-                yield Shard(piece.name, dtype, shape, start, bits, digest=known, lossy=int8)
-                continue
-            factor = None
-            if piece.name.endswith(f"/{MASTER}"):
-                factor = job.factors.get(piece.name.rpartition("/")[0])
-            # Second moments gain about 10% from their base: not enough to read it back from the disk for that.
-            reference = job.base.reference(held, shape, factor, from_disk=not piece.moment)
-            yield Shard(piece.name, dtype, shape, start, bits, reference, digest=digest)
-
-    def _count(self, job: _Job, encoded: int) -> None:
-        """Remember the most host memory that saves have taken."""
-        factors = [*job.factors.values(), *(self._base.factors.values() if self._base is not None else ())]
-        used = self._buffers.nbytes + sum(each.nbytes for each in factors) + encoded  # the base is in the buffers
-        self.peak_host_bytes = max(self.peak_host_bytes, used)
-
-    def _commit(self, job: _Job, ok: bool) -> None:
-        """On rank 0: when all ranks have written, declare the checkpoint complete."""
-        if job.rank != 0 or not ok:
-            return
-        reports = [_await_report(job, rank) for rank in range(job.world_size)]
-        files = [[FileRecord(**each) for each in report["files"]] for report in reports]
-        states = {name: FileRecord(**each) for report in reports for name, each in report["states"].items()}
-        base = None if job.base is None else job.base.base.tag
-        job.store.commit(
-            job.tag, files, base=base, kind=job.kind, metadata=job.metadata, latest=job.latest, states=states
-        )
-        if is_rotated(job.store.directory):
-            _try_to_keep(job.store.directory)
-        if self._settings.keep_last is not None:
-            # The next difference is made against the anchor, which therefore stays a little longer.
-            anchor = base if job.kind == "differential" else job.tag
-            every = self._settings.keep_every
-
-            def keep(manifest: Manifest) -> bool:
-                step = manifest.metadata.get("step")
-                return manifest.tag == anchor or (every is not None and isinstance(step, int) and step % every == 0)
-
-            try:
-                job.store.retain(keep_last=self._settings.keep_last, keep=keep)
-            except OSError as error:
-                logger.warning("%s: old checkpoints could not be removed: %s", job.store.directory, error)
-
     # ------------------------------------------------------------------ after a save
 
-    def _adopt(self, job: _Job) -> None:
+    def _count(self, job: SaveJob) -> None:
+        """Remember the most host memory that saves have taken."""
+        factors = [*job.factors.values(), *(self._base.factors.values() if self._base is not None else ())]
+        used = (
+            self._buffers.nbytes + sum(each.nbytes for each in factors) + job.encoded_bytes
+        )  # the base is in the buffers
+        self.peak_host_bytes = max(self.peak_host_bytes, used)
+
+    def _adopt(self, job: SaveJob) -> None:
         """Let a committed checkpoint be what the next one differs from, or remember that it holds the base's files."""
         directory = job.store.path(job.tag)
         places = [directory]
@@ -511,7 +355,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         self._buffers.give_back(self._base_copies)
         self._base_copies, self._base = [], None
 
-    def _release(self, job: _Job) -> None:
+    def _release(self, job: SaveJob) -> None:
         self._buffers.give_back(job.copies)
 
     # ------------------------------------------------------------------ loading
@@ -672,45 +516,6 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         drop = 1 if manifest.kind == "differential" else 0
         base_tag = str(manifest.base) if drop else tag
         self._base = Base(base_tag, (Source(store.path(tag), drop),), saves)
-
-
-def _done(job: _Job, rank: int) -> Path:
-    """Where a rank says that its files are durable."""
-    return job.store.path(job.tag) / f".done-{job.token}-{rank:05}"
-
-
-def _try_to_keep(save_dir: Path) -> None:
-    try:
-        keep_copy(save_dir)
-    except OSError as error:
-        logger.warning(
-            "%s: could not be linked beside, in case it is removed before the next is durable: %s", save_dir, error
-        )
-
-
-def _try_to_tell(job: _Job, report: Mapping[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the disk may be what failed: the next call tells
-        replace_file(_done(job, job.rank), [json.dumps(report).encode()])
-
-
-def _await_report(job: _Job, rank: int) -> Any:
-    """What another rank wrote, once it has."""
-    ending: float | None = None
-    while True:
-        try:
-            report = json.loads(_done(job, rank).read_bytes())
-        except FileNotFoundError:
-            if job.abandoned:
-                raise PeerError(f"{job.tag}: not committed, since another rank failed") from None
-            if job.leaving or not threading.main_thread().is_alive():  # nobody can tell any more that a rank has died
-                ending = ending if ending is not None else time.monotonic()
-                if time.monotonic() - ending > max(LAST_WAIT, LAST_WAIT_TIMES * job.seconds):
-                    raise PeerError(f"{job.tag}: not committed, since rank {rank} did not finish its part") from None
-            time.sleep(POLL)
-            continue
-        if "error" in report:
-            raise PeerError(f"rank {rank} failed, and {job.tag} is not committed: {report['error']}")
-        return report
 
 
 def _agree_on_rounded(engine: Any, group: RankGroup, guard: Guard) -> frozenset[str]:

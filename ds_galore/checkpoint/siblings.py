@@ -8,6 +8,7 @@ that, its files are also linked into a hidden directory beside, until a newer on
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -19,7 +20,9 @@ from ds_galore.checkpoint.files import replace_file, sync_directory
 from ds_galore.checkpoint.manifest import MANIFEST
 from ds_galore.checkpoint.reader import CheckpointReader
 
-__all__ = ["KEPT", "is_rotated", "keep_copy", "kept_copy", "newest_intact_sibling"]
+__all__ = ["KEPT", "is_rotated", "keep_copy", "kept_copy", "newest_intact_sibling", "try_to_keep"]
+
+logger = logging.getLogger(__name__)
 
 #: The hidden directory beside rotated ones.
 KEPT = ".ds_galore-last-durable"
@@ -111,3 +114,13 @@ def _children(directory: Path) -> Iterator[Path]:
         yield from (path for path in directory.iterdir() if path.is_dir())
     except OSError:
         return
+
+
+def try_to_keep(save_dir: Path) -> None:
+    """As :func:`keep_copy`; what goes wrong is logged."""
+    try:
+        keep_copy(save_dir)
+    except OSError as error:
+        logger.warning(
+            "%s: could not be linked beside, in case it is removed before the next is durable: %s", save_dir, error
+        )

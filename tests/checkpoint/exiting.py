@@ -18,7 +18,7 @@ def main(directory: str, rank: str, world: str, store: str, fate: str) -> None:
     import deepspeed
     import torch.distributed as dist
 
-    from ds_galore.checkpoint import engine as module
+    from ds_galore.checkpoint import job as module
     from tests import jobs
     from tests.checkpoint.engines import make
 

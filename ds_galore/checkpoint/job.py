@@ -1,0 +1,230 @@
+"""One save: what it stores, and the work in the background that makes a checkpoint of it.
+
+When a rank's files are durable it writes a ``.done`` file; when all ranks have, rank 0's thread writes the manifest and
+``latest``. Nothing here is a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from threadpoolctl import threadpool_limits
+from torch import Tensor
+
+from ds_galore.checkpoint.base import OpenBase
+from ds_galore.checkpoint.codecs import Compressor
+from ds_galore.checkpoint.codecs.base import Bits
+from ds_galore.checkpoint.files import FORMAT, VERSION, FileRecord, digest_of, replace_file
+from ds_galore.checkpoint.manifest import Manifest
+from ds_galore.checkpoint.pieces import MASTER, NAMES, Piece, StateMap, describe, to_bits
+from ds_galore.checkpoint.siblings import is_rotated, try_to_keep
+from ds_galore.checkpoint.store import CheckpointStore, Shard
+from ds_galore.config import CheckpointConfig
+from ds_galore.errors import PeerError
+
+__all__ = ["Factors", "Plan", "Range", "SaveJob", "plan"]
+
+logger = logging.getLogger(__name__)
+
+Factors = dict[str, npt.NDArray[np.float32]]
+#: Ends of names of tensors that tell nothing about themselves some steps later: differences to them gain nothing.
+FIRST_MOMENTS = ("/exp_avg", "/momentum_buffer")
+#: Seconds between two looks for the other ranks' ``.done`` files.
+POLL = 0.05
+#: Once the interpreter is ending: how long rank 0 waits for the others, in seconds and in multiples of its own work.
+LAST_WAIT, LAST_WAIT_TIMES = 60.0, 3.0
+
+
+@dataclass(frozen=True)
+class Range:
+    """A range of a logical tensor that this rank writes: which of the copied tensors it is in, and where."""
+
+    piece: Piece
+    copy: int
+    scale: int  # stored elements for each of the tensor: bytes, where safetensors does not know the dtype
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Its name and start, in stored elements."""
+        return self.piece.name, self.piece.start * self.scale
+
+
+#: The tensors to copy, the ranges of logical tensors in them, and the state files.
+Plan = tuple[list[Tensor], list[Range], dict[str, Any]]
+
+
+def plan(known: StateMap, pending: list[tuple[str, Any, dict[str, Tensor]]]) -> Plan:
+    """The tensors to copy, the ranges of logical tensors in them, and the state files."""
+    tensors: list[Tensor] = []
+    ranges: list[Range] = []
+    states: dict[str, Any] = {}
+    seen: set[tuple[str, int]] = set()
+    for name, value, found in pending:
+        described = {}
+        for path, tensor in found.items():
+            pieces = known.pieces(path, tensor)
+            described[path] = describe(tensor, pieces)
+            scale = 1 if tensor.dtype in NAMES else tensor.element_size()
+            stored = [Range(piece, len(tensors), scale) for piece in pieces if piece.stored]
+            stored = [each for each in stored if each.key not in seen]
+            seen.update(each.key for each in stored)
+            if stored:
+                ranges += stored
+                tensors.append(tensor)
+        states[name] = {"format": FORMAT, "version": VERSION, "state": value, "tensors": described}
+    return tensors, ranges, states
+
+
+@dataclass
+class SaveJob:
+    """A save from the moment at which its state is copied."""
+
+    store: CheckpointStore
+    tag: str
+    token: str
+    rank: int
+    world_size: int
+    kind: str
+    base: OpenBase | None
+    linked: list[FileRecord]
+    copies: list[Tensor]
+    ranges: list[Range]
+    factors: Factors
+    states: dict[str, Any]
+    metadata: dict[str, Any]
+    latest: bool
+    settings: CheckpointConfig
+    compressor: Compressor
+    hook: Callable[[str], None]
+    written: dict[tuple[str, int], Bits] = field(default_factory=dict)
+    seconds: float = 0.0
+    encoded_bytes: int = 0
+    leaving: bool = False  # nobody will call wait() any more
+    abandoned: bool = False  # some rank could not write its part
+
+    def write(self) -> None:
+        """Write this rank's files durably, and say so to rank 0."""
+        begin = time.monotonic()
+        self.hook("writing")
+        try:
+            # Not more: BLAS threads that wait for cores on which training runs took three times the time of one alone.
+            with threadpool_limits(1, user_api="blas"):
+                files = self.store.write(
+                    self.tag,
+                    self.rank,
+                    self.world_size,
+                    self._shards(),
+                    linked=self.linked,
+                    compressor=self.compressor,
+                )
+            states = {name: self.store.write_state(self.tag, name, json.dumps(v)) for name, v in self.states.items()}
+            report = {"files": [asdict(each) for each in files], "states": {k: asdict(v) for k, v in states.items()}}
+            self.encoded_bytes = files[-1].bytes
+        except BaseException as error:
+            self._try_to_tell({"error": f"{type(error).__name__}: {error}"})
+            raise
+        self.hook("telling")
+        replace_file(self._done(self.rank), [json.dumps(report).encode()])
+        self.seconds = time.monotonic() - begin
+
+    def _shards(self) -> Iterator[Shard]:
+        """The ranges of this rank as they are to be stored."""
+        for each in self.ranges:
+            piece = each.piece
+            flat = self.copies[each.copy][piece.offset : piece.offset + piece.numel]
+            lossy = self.settings.state_dtype if piece.moment and flat.dtype == torch.float32 else "exact"
+            if lossy == "bf16":
+                flat = flat.to(torch.bfloat16)
+            bits, dtype = to_bits(flat)
+            shape = piece.shape if each.scale == 1 else (*piece.shape, each.scale)
+            start = each.key[1]
+            int8 = "int8" if lossy == "int8" else None
+            if lossy == "exact" and not piece.name.endswith(FIRST_MOMENTS):
+                self.written[piece.name, start] = bits
+            held = self.base.holds(piece.name, start, start + bits.size) if self.base is not None else None
+            if self.base is None or held is None or (held.dtype, held.shape) != (dtype, shape):
+                yield Shard(piece.name, dtype, shape, start, bits, lossy=int8)
+                continue
+            digest = digest_of(bits)
+            if digest == held.digest and int8 is None:
+                yield Shard(piece.name, dtype, shape, start, bits, unchanged=True, digest=digest)
+                continue
+            if lossy != "exact" or piece.name.endswith(FIRST_MOMENTS):
+                known = digest if int8 is None else None  # of int8 the digest is that of what comes back
+                yield Shard(piece.name, dtype, shape, start, bits, digest=known, lossy=int8)
+                continue
+            factor = None
+            if piece.name.endswith(f"/{MASTER}"):
+                factor = self.factors.get(piece.name.rpartition("/")[0])
+            # Second moments gain about 10% from their base: not enough to read it back from the disk for that.
+            reference = self.base.reference(held, shape, factor, from_disk=not piece.moment)
+            yield Shard(piece.name, dtype, shape, start, bits, reference, digest=digest)
+
+    def commit(self, ok: bool) -> None:
+        """On rank 0: when all ranks have written, declare the checkpoint complete."""
+        if self.rank != 0 or not ok:
+            return
+        reports = [self._await_report(rank) for rank in range(self.world_size)]
+        files = [[FileRecord(**each) for each in report["files"]] for report in reports]
+        states = {name: FileRecord(**each) for report in reports for name, each in report["states"].items()}
+        base = None if self.base is None else self.base.base.tag
+        self.store.commit(
+            self.tag, files, base=base, kind=self.kind, metadata=self.metadata, latest=self.latest, states=states
+        )
+        if is_rotated(self.store.directory):
+            try_to_keep(self.store.directory)
+        if self.settings.keep_last is not None:
+            # The next difference is made against the anchor, which therefore stays a little longer.
+            anchor = base if self.kind == "differential" else self.tag
+            every = self.settings.keep_every
+
+            def keep(manifest: Manifest) -> bool:
+                step = manifest.metadata.get("step")
+                return manifest.tag == anchor or (every is not None and isinstance(step, int) and step % every == 0)
+
+            try:
+                self.store.retain(keep_last=self.settings.keep_last, keep=keep)
+            except OSError as error:
+                logger.warning("%s: old checkpoints could not be removed: %s", self.store.directory, error)
+
+    def _done(self, rank: int) -> Path:
+        """Where a rank says that its files are durable."""
+        return self.store.path(self.tag) / f".done-{self.token}-{rank:05}"
+
+    def _try_to_tell(self, report: Mapping[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the disk may be what failed: the next call tells
+            replace_file(self._done(self.rank), [json.dumps(report).encode()])
+
+    def _await_report(self, rank: int) -> Any:
+        """What another rank wrote, once it has."""
+        ending: float | None = None
+        while True:
+            try:
+                report = json.loads(self._done(rank).read_bytes())
+            except FileNotFoundError:
+                if self.abandoned:
+                    raise PeerError(f"{self.tag}: not committed, since another rank failed") from None
+                if (
+                    self.leaving or not threading.main_thread().is_alive()
+                ):  # nobody can tell any more that a rank has died
+                    ending = ending if ending is not None else time.monotonic()
+                    if time.monotonic() - ending > max(LAST_WAIT, LAST_WAIT_TIMES * self.seconds):
+                        raise PeerError(
+                            f"{self.tag}: not committed, since rank {rank} did not finish its part"
+                        ) from None
+                time.sleep(POLL)
+                continue
+            if "error" in report:
+                raise PeerError(f"rank {rank} failed, and {self.tag} is not committed: {report['error']}")
+            return report
