@@ -45,7 +45,10 @@ def test_a_wrong_configuration_is_one_line_and_status_2(tmp_path):
     path.write_text('{"optimizer": {"type": "GaLoreAdamW", "params": {"rank": 0}}}')
     done = command("config", "check", str(path))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "ds-galore: error: optimizer.params.rank is 0: input should be greater than or equal to 1\n"
+    assert (
+        done.stderr
+        == f"ds-galore: error: {path}: optimizer.params.rank is 0: input should be greater than or equal to 1\n"
+    )
     assert "Traceback" in command("--debug", "config", "check", str(path)).stderr
     assert command("config", "check", "nowhere.json").returncode == 2
     assert command("estimate").returncode == 2

@@ -18,7 +18,7 @@ from ds_galore.checkpoint.codecs.base import Bits
 from ds_galore.checkpoint.errors import DamageError
 from ds_galore.optim.galore import GaLoreAdamW
 from ds_galore.optim.matrices import RIGHT, Matrix, Side
-from ds_galore.zero.binding import FlatParts, flat_parts, full_shape
+from ds_galore.zero.binding import FlatParts, flat_parts, full_shape, inner_optimizer
 
 __all__ = [
     "MASTER",
@@ -103,7 +103,7 @@ class StateMap:
     def __init__(self, engine: Any, rounded: frozenset[str] = frozenset()) -> None:
         self._by_name = {name: parameter for parameter, name in engine.param_names.items()}
         self._by_address: dict[tuple[int, torch.dtype], list[Piece]] = {}
-        optimizer = engine.basic_optimizer
+        optimizer = inner_optimizer(engine)
         for flat in flat_parts(engine):
             self._add(flat.tensor, _pieces(flat, MASTER))
             state: Mapping[str, Any] = optimizer.state.get(flat.tensor, {})

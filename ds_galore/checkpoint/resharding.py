@@ -17,7 +17,7 @@ from ds_galore.checkpoint.pieces import MASTER, Piece, assemble, describe, froze
 from ds_galore.checkpoint.tree import restore
 from ds_galore.errors import CheckpointMismatchError
 from ds_galore.optim.galore import GaLoreAdamW
-from ds_galore.zero.binding import FlatParts, flat_parts
+from ds_galore.zero.binding import FlatParts, flat_parts, inner_optimizer
 
 __all__ = ["fits", "frozen_fragments", "masters", "optimizer_state"]
 
@@ -35,29 +35,52 @@ class _Later:
 def fits(values: Mapping[str, Any], engine: Any) -> bool:
     """Whether a rank's saved optimizer state is laid out as this engine's: then it can be taken as it is.
 
+    Everything is compared that DeepSpeed would stumble over, so that it makes no difference whether other ranks take
+    theirs as they are, or have them made anew.
+
     Parameters
     ----------
     values
         The state file's content.
     """
-    saved = [
-        [tuple(piece) for piece in description["pieces"]]
-        for description in values["tensors"].values()
-        if description["pieces"] and str(description["pieces"][0][0]).endswith(f"/{MASTER}")
-    ]
-    flats = flat_parts(engine)
-    wanted = [[(p.name, p.start, p.offset, p.numel) for p in _pieces(flat, MASTER)] for flat in flats]
-    if [each for each in wanted if each] != saved:
+    try:
+        return _same_layout(values["state"]["optimizer_state_dict"], values["tensors"], engine)
+    except (KeyError, TypeError, IndexError, AttributeError):
         return False
-    optimizer = engine.basic_optimizer
+
+
+def _same_layout(saved: Mapping[str, Any], described: Mapping[str, Any], engine: Any) -> bool:
+    zero, flats, optimizer = engine.optimizer, flat_parts(engine), inner_optimizer(engine)
+    stage3 = "fp32_flat_groups" in saved
+    paddings = [0] * len(flats) if stage3 else getattr(zero, "groups_padding", [0] * len(flats))
+    held = []
+    for reference in saved["fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"]:
+        description = described[reference["$"][1]]
+        pieces = [tuple(piece) for piece in description["pieces"] if piece[3]]
+        held.append((list(description["shape"]), pieces))
+    wanted = [
+        ([flat.tensor.numel() - padding], [(p.name, p.start, p.offset, p.numel) for p in _pieces(flat, MASTER)])
+        for flat, padding in zip(flats, paddings, strict=True)
+    ]
+    if held != wanted:
+        return False
+    alignment = getattr(zero, "round_robin_bit16_padding", None)
+    if not stage3 and saved.get("param_alignment_paddings", alignment) != alignment:
+        return False
+    inner = saved["optimizer_state_dict" if stage3 else "base_optimizer_state"]
+    if isinstance(inner, Mapping):
+        count = len(zero.optimizer.param_groups)
+        members = [sum(flat.group == number for flat in flats) for number in range(count)]
+        if [len(group["params"]) for group in inner["param_groups"]] != members:
+            return False
     if not isinstance(optimizer, GaLoreAdamW):
         return True
     # Projectors may be kept whole or in parts, whatever the layout of the weights.
     factors = [piece for flat in flats for piece, _ in low_rank_pieces(optimizer, flat).values()]
     names = {piece.name for piece in factors}
-    described = (piece for description in values["tensors"].values() for piece in description["pieces"])
-    held = {(name, start, numel) for name, start, _, numel in described if name in names and numel}
-    return held <= {(piece.name, piece.start, piece.numel) for piece in factors}
+    there = (piece for description in described.values() for piece in description["pieces"])
+    low = {(name, start, numel) for name, start, _, numel in there if name in names and numel}
+    return low <= {(piece.name, piece.start, piece.numel) for piece in factors}
 
 
 def masters(engine: Any, read: Read) -> list[Tensor]:
@@ -158,7 +181,7 @@ def _inner(engine: Any, flats: list[FlatParts], saved: dict[str, Any], read: Rea
 
 def _state_of(engine: Any, flat: FlatParts, old: list[dict[str, Any]], read: Read) -> dict[str, Any]:
     """The state of one flat tensor from the states of its parameter group in the writer's layout."""
-    optimizer = engine.basic_optimizer
+    optimizer = inner_optimizer(engine)
     if isinstance(optimizer, GaLoreAdamW):
         return _low_rank_state(optimizer, flat, {name: state for each in old for name, state in each.items()}, read)
     made: dict[str, Any] = {}

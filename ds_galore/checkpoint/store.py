@@ -116,7 +116,9 @@ class CheckpointStore:
         ConfigError
             If the tag is no plain directory name.
         """
-        if not tag or tag.startswith(".") or "/" in tag or "\\" in tag or "\0" in tag or tag == LATEST:
+        if tag == LATEST:
+            raise ConfigError(f"tag {tag!r}: is the name of the file that names the newest checkpoint")
+        if not tag or tag.startswith(".") or "/" in tag or "\\" in tag or "\0" in tag:
             raise ConfigError(f"tag {tag!r}: a tag is a plain directory name, without separators or a leading dot")
         return self.directory / tag
 

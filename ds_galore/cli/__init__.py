@@ -7,8 +7,12 @@ mistake, 130 an interruption. Messages about what went wrong are one line.
 from __future__ import annotations
 
 import errno
+import io
 import json
+import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,7 @@ from ds_galore import __version__
 from ds_galore.cli.checkpoints import COMMANDS
 from ds_galore.cli.output import json_option, quiet_option
 from ds_galore.cli.planning import estimate
-from ds_galore.errors import DsGaloreError
+from ds_galore.errors import ConfigError, DsGaloreError
 
 __all__ = ["main"]
 
@@ -31,6 +35,10 @@ class _Group(click.Group):
         given = list(sys.argv[1:] if args is None else args)
         debug = "--debug" in given
         given = [each for each in given if each != "--debug"]
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # for names that the terminal's encoding does not have
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _interrupt)
         try:
             status = super().main(given, *rest, **{"prog_name": "ds-galore", **extra, "standalone_mode": False})
         except click.exceptions.NoArgsIsHelpError as error:
@@ -43,20 +51,43 @@ class _Group(click.Group):
             click.echo(f"ds-galore: {message}", err=True)
         sys.exit(status if isinstance(status, int) else 0)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise _InterruptedError from None
+        except BrokenPipeError:  # whoever reads has had enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+
+
+class _InterruptedError(DsGaloreError):
+    """The user, or the system, wants the program to end."""
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
 
 def _told(error: BaseException) -> tuple[str, int]:
     """One line about what went wrong, and the exit status."""
+    if isinstance(error, _InterruptedError):
+        return "interrupted; nothing was left half done", 130
     if isinstance(error, DsGaloreError):
-        return f"error: {error}", _status(error)
+        status = _status(error)
+        return f"error: {error}{_DAMAGED if status == 1 else ''}", status
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return f"error: {where}{error.strerror or error}{_advice(error)}", 2
     if isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx is not None else "ds-galore"
-        return f"error: {_line(error.format_message())} See '{command} --help'.", 2
+        return f"error: {_line(error.format_message()).rstrip('.')}; see '{command} --help'", 2
     if isinstance(error, click.ClickException):
         return f"error: {_line(error.format_message())}", 2
     return "interrupted; nothing was left half done", 130
+
+
+_DAMAGED = "; 'ds-galore list --verify' on the save directory tells which checkpoints are intact"
 
 
 def _line(text: str) -> str:
@@ -100,7 +131,11 @@ def check(path: Path, as_json: bool, quiet: bool) -> None:
     """Refuse the configuration at PATH if ds_galore would, and say why (exit status 2)."""
     from ds_galore.config import DEEPSPEED_OPTIMIZERS, check_config, load_config
 
-    check_config(load_config(path), DEEPSPEED_OPTIMIZERS)
+    config = load_config(path)
+    try:
+        check_config(config, DEEPSPEED_OPTIMIZERS)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     if as_json:
         click.echo(json.dumps({"path": str(path), "fine": True}))
     elif not quiet:

@@ -31,7 +31,7 @@ def parse_size(value: str) -> int:
     """
     units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
     units |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", value)
+    found = re.fullmatch(r"\s*([0-9.]+(?:[eE]\+?[0-9]+)?)\s*([A-Za-z]*)\s*", value)
     try:
         if found is None:
             raise ValueError
@@ -153,17 +153,8 @@ def verify(path: Path, tag: str | None, quick: bool, sample: tuple[int, int], as
     found = verify_checkpoint(resolve(path, tag), quick=quick, sample=sample)
     if as_json:
         click.echo(json.dumps(asdict(found)))
-    elif not quiet:
-        for problem in found.problems:
-            click.echo(problem)
-        if found.problems:
-            other = found.newest_intact
-            click.echo(
-                f"{found.directory}: damaged; "
-                + (f"the newest intact checkpoint is {other}" if other else "no intact checkpoint is beside it")
-            )
-        else:
-            click.echo(f"{found.directory}: fine; {found.checked} of {found.ranges} ranges decoded")
+    else:
+        _tell_verified(found, quiet)
     sys.exit(1 if found.problems else 0)
 
 
@@ -207,21 +198,52 @@ def _ratio(each: dict[str, Any]) -> str:
     return f"{each['bytes'] / each['stored']:.2f}x" if each["stored"] else "-"
 
 
+def _tell_verified(found: Any, quiet: bool) -> None:
+    """What is wrong on stderr, what is not on stdout."""
+    for problem in found.problems:
+        click.echo(problem, err=True)
+    if found.problems:
+        other = found.newest_intact
+        end = f"the newest intact checkpoint is {other}" if other else "no intact checkpoint is beside it"
+        click.echo(f"{found.directory}: damaged; {end}", err=True)
+    elif quiet:
+        return
+    elif found.quick:
+        click.echo(f"{found.directory}: structure and sizes are fine; the data were not read")
+    else:
+        click.echo(f"{found.directory}: fine; {found.checked} of {found.ranges} ranges checked")
+
+
 @click.command("list")
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--verify", "check_all", is_flag=True, help="Read and decode everything, instead of structure and sizes.")
 @json_option
 @quiet_option
 def list_(directory: Path, check_all: bool, as_json: bool, quiet: bool) -> None:
-    """List the checkpoints of a run: step, kind, base, bytes on the disk and shared, whether they are intact."""
+    """List the checkpoints of a run: step, kind, base, bytes on the disk and shared, whether they are intact.
+
+    Exit status 1 if one is damaged; one that was never finished is not.
+    """
     from ds_galore.tools.inspect import list_checkpoints
 
     rows = list_checkpoints(directory, verify=check_all)
     if as_json:
         click.echo(json.dumps(rows))
-        return
-    if quiet:
-        return
+    elif not quiet:
+        _show_list(directory, rows)
+    for row in rows:
+        if row["state"] not in FINE:
+            click.echo(f"{row['tag']}: {row['state']}", err=True)
+    if not quiet and not as_json and not any(row["latest"] for row in rows):
+        click.echo(f"{directory}: no file 'latest' names one of them", err=True)
+    sys.exit(1 if any(row["state"] not in FINE for row in rows) else 0)
+
+
+#: States of a checkpoint that are no damage.
+FINE = ("intact", "unfinished")
+
+
+def _show_list(directory: Path, rows: list[dict[str, Any]]) -> None:
     show_table(
         str(directory),
         ["tag", "step", "kind", "base", "ranks", "written", "bytes", "shared", "state"],
@@ -232,7 +254,7 @@ def list_(directory: Path, check_all: bool, as_json: bool, quiet: bool) -> None:
                 (row["created"] or "-").removesuffix("+00:00"),
                 size_text(row["bytes"]),
                 size_text(row["shared"]),
-                row["state"],
+                row["state"] if row["state"] in FINE else "damaged",
             ]
             for row in rows
         ],

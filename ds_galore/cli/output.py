@@ -34,7 +34,8 @@ def show_table(title: str, columns: list[str], rows: list[list[str]], left: int 
         table.add_column(column, justify="left" if number < left else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    # A terminal may wrap lines; columns that are too narrow to be read help nobody.
+    Console(width=max(Console().width, 110) if sys.stdout.isatty() else 140).print(table)
 
 
 @contextlib.contextmanager

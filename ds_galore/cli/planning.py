@@ -90,66 +90,108 @@ def _job(options: dict[str, Any]) -> tuple[Any, Any]:
 
     settings = _settings(options["path"])
     optimizer = optimizer_named(options["optimizer"] or settings["optimizer"] or "adamw")
-    rank = options["rank"] or settings["rank"] or 128
+    _refuse_idle(options, optimizer.low_rank)
+    assumptions = list(settings["assumptions"])
+    rank = options["rank"] or settings["params"].get("rank")
+    if optimizer.low_rank and rank is None:
+        rank = DEFAULT_RANK
+        assumptions.append(f"rank {rank}; --rank gives another")
+    if options["precision"] is None and settings["precision"] is None:
+        assumptions.append("bf16 weights and gradients; --precision gives others")
+    stage = settings["stage"] if options["zero_stage"] is None else options["zero_stage"]
+    if not isinstance(stage, int):
+        raise ConfigError(f"zero_optimization.stage is {stage!r}: give --zero-stage")
     shared = {
         "optimizer": optimizer,
-        "precision": options["precision"] or settings["precision"],
+        "precision": options["precision"] or settings["precision"] or "bf16",
         "state_precision": options["state_precision"] or "fp32",
-        "stage": settings["stage"] if options["zero_stage"] is None else options["zero_stage"],
+        "stage": stage,
         "world_size": options["world_size"],
+        "state_dtype": settings["state_dtype"],
     }
     if (options["params"] is None) == (options["model_config"] is None):
         raise ConfigError("give the model by --params NUMBER or by --model-config PATH, and not by both")
+    own: dict[str, Any] = {}
     if options["params"] is not None:
-        plans, scale, assumptions = assumed(options["params"], optimizer, rank)
-        number = options["params"] if scale != 1.0 else None
-        job = Job(plans, **shared, scale=scale, parameters=number, assumptions=tuple(assumptions))
+        plans, scale, more = assumed(options["params"], optimizer, rank)
+        if scale != 1.0:
+            own = {"scale": scale, "parameters": options["params"]}
+        if settings["params"].get("projector_dtype") == "bf16":
+            own["projector_bytes"] = 2
+        storage = settings["params"].get("projector_storage", "auto")
+        if storage != "auto":
+            own["sharded"] = storage == "sharded" and stage > 0 and options["world_size"] > 1
+        assumptions += more
     else:
-        plans, own = _plans(options["model_config"], optimizer.low_rank, settings["params"], options["rank"], rank)
-        if own and shared["stage"]:
-            own["sharded"] = own["shards"](options["world_size"])
-        own.pop("shards", None)
-        job = Job(plans, **shared, **own)
-    if (options["steps"] is None) != (options["save_every"] is None):
-        raise ConfigError("--steps and --save-every go together")
+        plans, own = _plans(options["model_config"], optimizer.low_rank, settings["params"], rank)
+        shards = own.pop("shards", None)
+        if shards is not None and stage:
+            own["sharded"] = shards(options["world_size"])
+    job = Job(plans, **shared, **own, assumptions=tuple(assumptions))
     if options["steps"] is None:
         return job, None
-    keep = options["keep_last"] or settings["keep_last"]
-    return job, Schedule(options["steps"], options["save_every"], keep, options["full_every"] or settings["full_every"])
+    every = {"full": 1}.get(settings["mode"], options["full_every"] or settings["full_every"])
+    return job, Schedule(
+        options["steps"],
+        options["save_every"],
+        options["keep_last"] or settings["keep_last"],
+        every,
+        settings["keep_every"],
+        incremental=settings["mode"] == "incremental",
+    )
+
+
+#: Of GaLore's projection, where nothing says another.
+DEFAULT_RANK = 128
+
+
+def _refuse_idle(options: dict[str, Any], low_rank: bool) -> None:
+    """Refuse options that would change nothing."""
+    if (options["steps"] is None) != (options["save_every"] is None):
+        raise ConfigError("--steps and --save-every go together")
+    for name in ("keep_last", "full_every"):
+        if options[name] is not None and options["steps"] is None:
+            raise ConfigError(f"--{name.replace('_', '-')} is about a run: give --steps and --save-every too")
+    if options["rank"] is not None and not low_rank:
+        raise ConfigError("--rank goes with an optimizer that projects, such as --optimizer galore_adamw")
 
 
 def _settings(path: Path | None) -> dict[str, Any]:
     """What a configuration says of a job."""
-    found: dict[str, Any] = {"optimizer": None, "rank": None, "params": {}, "precision": "bf16", "stage": 0}
-    found.update({"keep_last": None, "full_every": 10})
+    found: dict[str, Any] = {"optimizer": None, "params": {}, "precision": None, "stage": 0, "assumptions": []}
+    found.update({"keep_last": None, "keep_every": None, "full_every": 10, "mode": "differential"})
+    found["state_dtype"] = "exact"
     if path is None:
         return found
     from ds_galore.config import DEEPSPEED_OPTIMIZERS, check_config, load_config, section
 
     config = load_config(path)
-    check_config(config, DEEPSPEED_OPTIMIZERS)
+    try:
+        check_config(config, DEEPSPEED_OPTIMIZERS)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     params = {k: v for k, v in section(config, "optimizer", "params").items() if v != "auto"}
     kind = section(config, "optimizer").get("type")
     if kind is not None and kind.lower() == "sgd" and params.get("momentum"):
         kind = "sgd_momentum"
     checkpoint = section(config, "ds_galore", "checkpoint")
-    for name in ("bf16", "fp16"):
-        if section(config, name).get("enabled") is True:
-            found["precision"] = name
-    stage = section(config, "zero_optimization").get("stage", 0)
-    found.update(
-        optimizer=kind,
-        params=params if kind == "GaLoreAdamW" else {},
-        rank=params.get("rank"),
-        stage=stage if isinstance(stage, int) else 0,
-        keep_last=checkpoint.get("keep_last"),
-        full_every=checkpoint.get("full_every", 10),
-    )
+    enabled = {name: section(config, name).get("enabled", False) for name in ("bf16", "fp16")}
+    chosen = [name for name, value in enabled.items() if value is True]
+    if chosen:
+        found["precision"] = chosen[0]
+    elif "auto" not in enabled.values():
+        found["precision"] = "fp32"
+    found.update({key: checkpoint[key] for key in CHECKPOINT_KEYS if key in checkpoint})
+    found["stage"] = section(config, "zero_optimization").get("stage", 0)
+    found.update(optimizer=kind, params=params if kind == "GaLoreAdamW" else {})
     return found
 
 
+CHECKPOINT_KEYS = ("keep_last", "keep_every", "full_every", "mode", "state_dtype")
+
+
 def _plans(
-    model_config: Path, low_rank: bool, params: dict[str, Any], asked: int | None, rank: int
+    model_config: Path, low_rank: bool, params: dict[str, Any], rank: int | None
 ) -> tuple[list[Any], dict[str, Any]]:
     """The parameters of a model as its optimizer sees them, and what of its projectors depends on its settings."""
     from ds_galore.tools.memory import ParameterPlan
@@ -162,7 +204,7 @@ def _plans(
         ], {}
     from ds_galore.optim.galore import GaLoreAdamW
 
-    chosen = {**params, "rank": asked or params.get("rank") or rank}
+    chosen = {**params, "rank": rank}
     optimizer = GaLoreAdamW(model.parameters(), model=model, **chosen)
     return optimizer.parameter_plans(), {
         "projector_bytes": optimizer.projector_bytes,

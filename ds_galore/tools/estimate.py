@@ -30,6 +30,7 @@ __all__ = [
     "parse_count",
 ]
 
+MAX_PARAMETERS = 1e18
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 #: An 8-bit state has a float32 scale for each block of so many elements (bitsandbytes' blockwise quantisation).
 BLOCK = 256
@@ -99,9 +100,7 @@ def optimizer_named(name: str) -> Optimizer:
     if found is None:
         from ds_galore.config import nearest
 
-        raise ConfigError(
-            f"optimizer is {name!r}: not one of {', '.join(sorted(OPTIMIZERS))}{nearest(plain, OPTIMIZERS)}"
-        )
+        raise ConfigError(f"optimizer is {name!r}: no such optimizer{nearest(plain, OPTIMIZERS)}")
     return found
 
 
@@ -115,7 +114,8 @@ def parse_count(text: str) -> int:
     """
     units = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
     found = re.fullmatch(r"\s*([0-9_]*\.?[0-9]+(?:[eE]\+?[0-9]+)?)\s*([kKmMbBgGtT]?)\s*", text)
-    number = round(float(found[1]) * units[found[2].lower()]) if found else 0
+    value = float(found[1]) * units[found[2].lower()] if found else 0.0
+    number = round(value) if value < MAX_PARAMETERS else 0
     if number < 1:
         raise ValueError(f"{text!r} is no number of parameters such as 7e9, 7B or 350M")
     return number
@@ -214,12 +214,18 @@ class Schedule:
         How many of the newest stay; all without.
     full_every
         Every which checkpoint is full.
+    keep_every
+        Checkpoints after multiples of so many steps stay too.
+    incremental
+        Whether a difference is to the checkpoint before, and not to the last full one.
     """
 
     steps: int
     save_every: int
     keep_last: int | None = None
     full_every: int = 10
+    keep_every: int | None = None
+    incremental: bool = False
 
 
 @dataclass(frozen=True)
@@ -244,6 +250,8 @@ class Job:
         What counts of moments and projectors are multiplied by, where ``plans`` are those of a similar model.
     parameters
         Their number, where it is not that of ``plans``.
+    state_dtype
+        ``ds_galore.checkpoint.state_dtype``: ``"exact"``, ``"bf16"`` or ``"int8"``.
     assumptions
         What the arithmetic rests on already.
     """
@@ -258,6 +266,7 @@ class Job:
     sharded: bool | None = None
     scale: float = 1.0
     parameters: int | None = None
+    state_dtype: str = "exact"
     assumptions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -407,9 +416,12 @@ def _checkpoint(job: Job, assumptions: list[str]) -> dict[str, Any]:
     # Ours stores weights that are their masters, rounded, once.
     spared = parts["weights"] if parts["weights"] and parts["master_weights"] else 0
     full = total - spared
+    if job.state_dtype != "exact" and job.state_precision == "fp32":
+        width = 2 if job.state_dtype == "bf16" else 1 + 4 / BLOCK
+        full -= round(parts["moments"] * (1 - width / 4))
     low = job.optimizer.low_rank
     difference = LOW_RANK_DIFFERENCE if low else PLAIN_DIFFERENCE
-    known = job.state_precision == "fp32" and not job.optimizer.eight_bit
+    known = job.state_precision == "fp32" and not job.optimizer.eight_bit and job.state_dtype == "exact"
     if known:
         basis = MEASURED
         ranges = [[round(full / ratio) for ratio in sorted(pair, reverse=True)] for pair in (FULL, difference)]
@@ -464,11 +476,21 @@ def _storage(schedule: Schedule, checkpoint: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"save_every is {schedule.save_every}, and the run has {schedule.steps} steps: nothing is saved"
         )
-    kept = saves if schedule.keep_last is None else min(schedule.keep_last, saves)
-    first = saves - kept  # index of the oldest that stays
+    last = saves if schedule.keep_last is None else min(schedule.keep_last, saves)
+    every = schedule.keep_every
+    stays = [
+        index
+        for index in range(saves)
+        if index >= saves - last or (every is not None and (index + 1) * schedule.save_every % every == 0)
+    ]
+    kept = len(stays)
     fulls = math.ceil(saves / schedule.full_every)
-    bases = len({index // schedule.full_every for index in range(first, saves)})  # linked into their differences
-    differences = sum(1 for index in range(first, saves) if index % schedule.full_every)
+    files = set()  # that those checkpoints consist of, by the index of the save that wrote them
+    for index in stays:
+        base = index // schedule.full_every * schedule.full_every
+        files |= set(range(base, index + 1)) if schedule.incremental else {base, index}
+    bases = sum(1 for index in files if index % schedule.full_every == 0)
+    differences = len(files) - bases
     full, diff = checkpoint["full_compressed"], checkpoint["differential_compressed"]
     return {
         "saves": saves,
@@ -487,10 +509,13 @@ def assumed(parameters: int, optimizer: Optimizer, rank: int | None) -> tuple[li
     if not optimizer.low_rank and not optimizer.factored:
         return [ParameterPlan("all", parameters)], 1.0, []
     name = min(FAMILY, key=lambda each: abs(math.log(FAMILY[each].parameters / parameters)))
-    found = FAMILY[name].plans(rank)
+    found = FAMILY[name].plans(rank if optimizer.low_rank else None)
+    if optimizer.low_rank and not any(plan.side for plan in found):
+        raise ConfigError(f"rank is {rank}: no matrix of a Llama {name} is larger; set a smaller one")
     scale = parameters / FAMILY[name].parameters
     text = f"shapes are those of a Llama {name} ({FAMILY[name].parameters:,} parameters), counts scaled by {scale:.3g}"
-    return found, scale, [f"{text}; --model-config gives the model's own"]
+    how = ", matrices of attention and MLP projected as std does" if optimizer.low_rank else ""
+    return found, scale, [f"{text}{how}; --model-config gives the model's own"]
 
 
 def paper_row(parameters: int, shapes: Iterable[int]) -> str | None:

@@ -19,7 +19,8 @@ from ds_galore.checkpoint.reader import CheckpointReader
 from ds_galore.checkpoint.store import CheckpointStore
 from ds_galore.errors import DataError
 from ds_galore.tools.native import TorchSource
-from ds_galore.tools.source import Source, as_array, open_source
+from ds_galore.tools.source import Source, as_array, looks_like_one, open_source
+from ds_galore.tools.verify import native_problems
 
 __all__ = ["difference", "inspect_checkpoint", "list_checkpoints"]
 
@@ -149,7 +150,7 @@ def list_checkpoints(directory: Path, *, verify: bool = False) -> list[dict[str,
         If the directory does not exist or holds no checkpoint.
     """
     if not directory.is_dir():
-        raise DataError(f"{directory}: no such directory")
+        raise DataError(f"{directory}: is {'a file' if directory.exists() else 'no such directory'}")
     places = list(_places(directory))
     if not places:
         raise DataError(f"{directory}: holds no checkpoints")
@@ -187,14 +188,10 @@ def _places(directory: Path) -> Iterator[Path]:
     for path in sorted(directory.iterdir()):
         if not path.is_dir() or path.name.startswith("."):
             continue
-        if _looks_like_one(path):
+        if looks_like_one(path):
             yield path
             continue
-        yield from (each for each in sorted(path.iterdir()) if each.is_dir() and _looks_like_one(each))
-
-
-def _looks_like_one(path: Path) -> bool:
-    return (path / MANIFEST).exists() or any(path.glob("*_states.pt")) or any(path.glob("rank-*.safetensors"))
+        yield from (each for each in sorted(path.iterdir()) if each.is_dir() and looks_like_one(each))
 
 
 def _state_of(place: Path, verify: bool) -> dict[str, Any]:
@@ -202,8 +199,10 @@ def _state_of(place: Path, verify: bool) -> dict[str, Any]:
         if not (place / MANIFEST).exists():
             source = open_source(place)
             assert isinstance(source, TorchSource)
+            problems = native_problems(place) if verify else []
             kind = "native" if source.stage is not None else "universal"
-            return {"step": source.step, "ranks": source.world_size, "kind": kind}
+            state = problems[0] if problems else "intact"
+            return {"step": source.step, "ranks": source.world_size, "kind": kind, "state": state}
         reader = CheckpointReader(place)
         manifest = reader.manifest
         problems = reader.verify(quick=not verify)

@@ -17,7 +17,16 @@ import numpy.typing as npt
 
 from ds_galore.checkpoint.codecs.base import Bits
 from ds_galore.errors import ConfigError, DataError
-from ds_galore.tools.output import FLOATS, SafetensorsFile, cast, copy_files, in_threads, new_directory, plan_shards
+from ds_galore.tools.output import (
+    FLOATS,
+    SafetensorsFile,
+    cast,
+    copy_files,
+    in_threads,
+    keep_apart,
+    new_directory,
+    plan_shards,
+)
 from ds_galore.tools.source import Info, Source, as_array, open_source, resolve
 from ds_galore.tools.states import TORCH_NAMES, Leaf
 from ds_galore.tools.torchwriter import write_torch_file
@@ -222,11 +231,15 @@ def merge_checkpoint(
         source.weights = {name: info for name, info in source.weights.items() if name not in source.frozen}
     target = Path(out)
     config = Path(model_config) if model_config is not None else None
+    if config is not None and config.name == "config.json":
+        config = config.parent
     if config is not None and not (config / "config.json").is_file():
-        raise DataError(f"--model-config {config}: holds no config.json")
-    for name, read in (("the checkpoint", source.directory), ("--model-config", config)):
-        if read is not None and target.resolve() in (read.resolve(), *read.resolve().parents):
-            raise DataError(f"{target}: is, or holds, {name} that is read; give another directory")
+        raise DataError(
+            f"--model-config {config}: {'holds no config.json' if config.is_dir() else 'no such directory'}"
+        )
+    keep_apart(target, source.directory, "the checkpoint")
+    if config is not None and target.resolve() in (config.resolve(), *config.resolve().parents):
+        raise DataError(f"{target}: is, or holds, --model-config that is read; give another directory")
     conversion = _Conversion(NAMES[dtype], prune, quantize is not None)
     report = MergeReport(str(source.directory), str(target), source.step)
     report.tensors = len(source.weights)

@@ -115,7 +115,7 @@ class NativeSource(TorchSource):
         optim = sorted(directory.glob("*_optim_states.pt"), key=lambda path: natural(path.name))
         model = sorted(directory.glob("*_model_states.pt"), key=lambda path: natural(path.name))
         if not model or not optim:
-            raise DataError(f"{directory}: has no files named *_{'optim' if model else 'model'}_states.pt")
+            raise DamageError(f"{directory}: has no files named *_{'optim' if model else 'model'}_states.pt")
         first = TorchFile(optim[0])
         ranks = self._ranks(first.content, optim[0])
         if ranks != len(optim):

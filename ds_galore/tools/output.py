@@ -26,7 +26,7 @@ from ds_galore.checkpoint.files import DTYPES, sync_directory
 from ds_galore.errors import DataError
 from ds_galore.tools.source import Info
 
-__all__ = ["SafetensorsFile", "cast", "in_threads", "new_directory", "plan_shards"]
+__all__ = ["SafetensorsFile", "cast", "in_threads", "keep_apart", "new_directory", "plan_shards"]
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -147,6 +147,10 @@ def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
     DataError
         If ``path`` is a file, or a directory that is not empty and is not to be overwritten.
     """
+    path = path.resolve()  # a link's target is what is meant
+    if path == Path.cwd() or os.path.ismount(path):
+        what = "a mount point" if os.path.ismount(path) else "the current directory"
+        raise DataError(f"{path}: is {what}, which cannot be replaced; name a directory in it")
     if path.exists() and not path.is_dir():
         raise DataError(f"{path}: is a file, and a directory is to be written")
     if path.is_dir() and any(path.iterdir()) and not overwrite:
@@ -176,6 +180,21 @@ def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def keep_apart(target: Path, read: Path, name: str) -> None:
+    """Refuse to write into what is read, or over it.
+
+    Raises
+    ------
+    DataError
+        If one is, or lies in, the other.
+    """
+    inner, outer = target.resolve(), read.resolve()
+    if inner == outer or inner in outer.parents:
+        raise DataError(f"{target}: is, or holds, {name} that is read; give another directory")
+    if outer in inner.parents:
+        raise DataError(f"{target}: lies in {name} that is read; give another directory")
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> Sequence[str]:

@@ -23,7 +23,7 @@ from ds_galore.checkpoint.manifest import MANIFEST
 from ds_galore.checkpoint.reader import CheckpointReader
 from ds_galore.errors import DataError, DsGaloreError
 
-__all__ = ["Info", "Source", "as_array", "natural", "open_source", "resolve"]
+__all__ = ["Info", "Source", "as_array", "checkpoints_in", "looks_like_one", "natural", "open_source", "resolve"]
 
 LATEST = "latest"
 #: Kinds of logical tensors: see docs/format.md.
@@ -124,17 +124,31 @@ def resolve(path: Path, tag: str | None = None) -> Path:
         named = mark.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         raise DataError(
-            f"{path}: is no checkpoint and has no file 'latest'; it holds {_choices(path)}; choose one with --tag"
+            f"{path}: is no checkpoint and has no file 'latest' (--tag chooses a checkpoint); it holds {_choices(path)}"
         ) from None
     if not named or "/" in named or named.startswith(".") or not (path / named).is_dir():
         raise DataError(f"{path}: {mark.name!r} names {named!r}, which is not there; it holds {_choices(path)}")
     return path / named
 
 
+def looks_like_one(path: Path) -> bool:
+    """Whether a directory is, or was to be, a checkpoint of ours or of DeepSpeed's."""
+    return (path / MANIFEST).exists() or any(path.glob("*_states.pt")) or any(path.glob("rank-*.safetensors"))
+
+
+def checkpoints_in(path: Path) -> list[Path]:
+    """The directories in a save directory that look like checkpoints, by name."""
+    found = (each for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
+    return sorted((each for each in found if looks_like_one(each)), key=lambda each: natural(each.name))
+
+
 def _choices(path: Path) -> str:
-    found = sorted(each.name for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
+    """What a save directory holds, and what to give instead."""
+    found = [each.name for each in checkpoints_in(path)]
     if not found:
-        return "no checkpoints"
+        deeper = (each for each in sorted(path.iterdir()) if each.is_dir() and not each.name.startswith("."))
+        inside = next((each for each in deeper if checkpoints_in(each)), None)
+        return f"no checkpoints; {inside} does" if inside is not None else "no checkpoints"
     return ", ".join(found[:10]) + (f" and {len(found) - 10} more" if len(found) > 10 else "")
 
 

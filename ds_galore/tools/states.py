@@ -205,6 +205,8 @@ def freeze(state: Any, root: str) -> tuple[Any, dict[str, Leaf]]:
             return mapping(value, path)
         if isinstance(value, Opaque):
             raise DataError(f"{path}: an object of class {value.name} cannot be written to a checkpoint of ds_galore")
+        if value is not None and type(value) not in (bool, int, float, str):
+            raise DataError(f"{path}: a {type(value).__name__} cannot be written to a checkpoint of ds_galore")
         return value
 
     def mapping(values: Mapping[Any, Any], path: str) -> Any:
@@ -223,6 +225,9 @@ def leaves(state: Any) -> Iterator[Leaf]:
         yield state
     elif isinstance(state, Object):
         yield from leaves(state.fields)
+    elif isinstance(state, Opaque):
+        yield from leaves(state.arguments)
+        yield from leaves(state.state)
     elif isinstance(state, dict):
         for value in state.values():
             yield from leaves(value)
@@ -237,6 +242,11 @@ def mapped(state: Any, change: Callable[[Leaf], Leaf]) -> Any:
         return change(state)
     if isinstance(state, Object):
         return Object(state.name, {key: mapped(each, change) for key, each in state.fields.items()})
+    if isinstance(state, Opaque):
+        made = type(state).__new__(type(state))
+        made.arguments, made.state = mapped(state.arguments, change), mapped(state.state, change)
+        made.called = state.called
+        return made
     if isinstance(state, dict):
         return type(state)((key, mapped(each, change)) for key, each in state.items())
     if isinstance(state, list | tuple):
@@ -276,13 +286,17 @@ def from_pickle(content: Any, root: str, tensors: dict[str, Tensor]) -> Any:
     """
     known: dict[tuple[Any, ...], Leaf] = {}
 
+    def unique(path: str) -> str:
+        name, number = path, 1
+        while name in tensors:  # keys may look alike, or hold what separates keys in a path
+            number += 1
+            name = f"{path}#{number}"
+        return name
+
     def tensor(value: TorchTensor, path: str) -> Leaf:
         same = (id(value.file), value.key, value.offset, value.shape, value.stride, value.dtype)
         if same not in known or not value.numel:
-            name, number = path, 1
-            while name in tensors:
-                number += 1
-                name = f"{path}#{number}"
+            name = unique(path)
             tensors[name] = Tensor(Info(value.dtype, value.shape), value.bits)
             piece = (name, 0, 0, value.numel)
             known[same] = Leaf("tensor", TORCH_NAMES[value.dtype], value.shape, (piece,), own=True)
@@ -314,6 +328,8 @@ def from_pickle(content: Any, root: str, tensors: dict[str, Tensor]) -> Any:
             return [walk(each, f"{path}[{index}]") for index, each in enumerate(value)]
         if isinstance(value, tuple):
             return tuple(walk(each, f"{path}[{index}]") for index, each in enumerate(value))
+        if callable(value):
+            raise DataError(f"{path}: a class stands where a value belongs")
         return value
 
     def opaque(value: Opaque, path: str) -> Any:
@@ -330,13 +346,17 @@ def from_pickle(content: Any, root: str, tensors: dict[str, Tensor]) -> Any:
             dtype = _numpy_dtype(value.arguments[0], path)
             item = np.frombuffer(_bytes(value.arguments[1], path), dtype=dtype, count=1)[0].item()
             return _form("scalar", dtype.name, freeze(walk(item, path), path)[0])
-        return value
+        kept = type(value).__new__(type(value))
+        kept.arguments = tuple(walk(each, f"{path}({number})") for number, each in enumerate(value.arguments))
+        kept.state, kept.called = walk(value.state, path), value.called
+        return kept
 
     def array(state: tuple[Any, ...], path: str) -> Leaf:
         _, shape, dtype, fortran, data = state
-        kind = _numpy_dtype(dtype, path)
-        values = np.frombuffer(_bytes(data, path), dtype=kind, count=math.prod(shape))
-        values = values.reshape(shape, order="F" if fortran else "C")
+        stored = _numpy_dtype(dtype, path)
+        values = np.frombuffer(_bytes(data, path), dtype=stored, count=math.prod(shape))
+        values = values.reshape(shape, order="F" if fortran else "C").astype(stored.newbyteorder("="))
+        kind, path = values.dtype, unique(path)
         known = kind.name in TORCH_NAMES.values()
         bits = np.ascontiguousarray(values).reshape(-1).view(f"u{kind.itemsize}" if known else "u1")
         info = Info(SAFE_NAMES[kind.name], tuple(shape)) if known else Info("U8", (*shape, kind.itemsize))
@@ -359,6 +379,7 @@ def _numpy_dtype(value: Any, path: str) -> np.dtype[Any]:
     if not isinstance(value, Opaque) or value.name != "numpy.dtype" or not value.arguments:
         raise DamageError(f"{path}: an array without a dtype")
     dtype = np.dtype(str(value.arguments[0]))
-    if dtype.kind not in "biufc":
+    order: Any = value.state[1] if isinstance(value.state, tuple) and len(value.state) > 1 else "|"
+    if dtype.kind not in "biufc" or order not in ("<", ">", "|", "="):
         raise DataError(f"{path}: an array of {dtype} cannot be taken along")
-    return dtype
+    return dtype.newbyteorder(order) if order in ("<", ">") else dtype

@@ -13,7 +13,9 @@ import math
 import os
 import pickle
 import struct
+import threading
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,6 +62,7 @@ DTYPES = {
     "bool": ("BOOL", 1),
 }
 MAX_PICKLE = 2**31
+_BLOCK = 2**22
 #: Classes that DeepSpeed and users' states hold, of which only the fields are of interest.
 OPAQUE = frozenset(
     {
@@ -244,14 +247,16 @@ class TorchFile:
                 data = archive.read(name)
             except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError) as error:
                 raise DamageError(f"{path}: is damaged: {error}") from None
-        self._descriptor = os.open(path, os.O_RDONLY)
-        self._size = os.fstat(self._descriptor).st_size
+        self._size = path.stat().st_size
         self._storages = {
             each.removeprefix(f"{prefix}data/"): info
             for each, info in members.items()
             if each.startswith(f"{prefix}data/")
         }
         self._begins: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._locks: dict[str, threading.Lock] = {}
+        self._checked: set[str] = set()
         try:
             self.content: Any = _Unpickler(self, data).load()
         except (FormatError, DamageError):
@@ -259,30 +264,69 @@ class TorchFile:
         except Exception as error:  # noqa: BLE001 - a damaged pickle raises nearly anything
             raise DamageError(f"{path}: its pickle is damaged: {type(error).__name__}: {error}") from None
 
-    def __del__(self) -> None:
-        descriptor, self._descriptor = getattr(self, "_descriptor", -1), -1
-        if descriptor >= 0:
+    def _read_into(self, view: memoryview, position: int) -> int:
+        """Bytes from the file into memory; how many. It is open only meanwhile: a checkpoint may have many files."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise DamageError(f"{self.path}: is gone") from None
+        try:
+            done = 0
+            while done < len(view):
+                got = os.preadv(descriptor, [view[done : done + 2**30]], position + done)
+                if not got:
+                    break
+                done += got
+            return done
+        finally:
             os.close(descriptor)
 
     def read(self, key: str, itemsize: int, start: int, count: int) -> Bits:
         """Elements of a storage as bit patterns. Safe from several threads.
 
+        The archive's checksum of a storage is checked before the first of its elements is given.
+
         Raises
         ------
         DamageError
-            If they are not there.
+            If they are not there, or the storage is not what was written.
         """
+        self.check(key)
         begin, length = self._where(key), self._storages[key].file_size
         if start < 0 or (start + count) * itemsize > length:
             raise DamageError(f"{self.path}: a tensor reaches beyond its storage {key!r}")
         data = np.empty(count * itemsize, dtype=np.uint8)
-        view, position = data.data, begin + start * itemsize
-        while view:
-            got = os.preadv(self._descriptor, [view[: 2**30]], position)
-            if got == 0:
-                raise DamageError(f"{self.path}: ends before storage {key!r} does")
-            view, position = view[got:], position + got
+        if self._read_into(data.data, begin + start * itemsize) < data.nbytes:
+            raise DamageError(f"{self.path}: ends before storage {key!r} does")
         return data.view(f"<u{itemsize}").astype(f"=u{itemsize}", copy=False)
+
+    def storages(self) -> list[str]:
+        """The keys of all storages."""
+        return list(self._storages)
+
+    def check(self, key: str) -> None:
+        """Compare a storage with the archive's checksum, once.
+
+        Raises
+        ------
+        DamageError
+            If it is not what was written.
+        """
+        with self._lock:
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            if key in self._checked:
+                return
+            position, left, checksum = self._where(key), self._storages[key].file_size, 0
+            buffer = bytearray(min(left, _BLOCK))
+            while left:
+                view = memoryview(buffer)[: min(left, _BLOCK)]
+                if self._read_into(view, position) < len(view):
+                    raise DamageError(f"{self.path}: ends before storage {key!r} does")
+                checksum, position, left = zlib.crc32(view, checksum), position + len(view), left - len(view)
+            if checksum != self._storages[key].CRC:
+                raise DamageError(f"{self.path}: is damaged at storage {key!r}: its checksum differs")
+            self._checked.add(key)
 
     def elements(self, key: str, itemsize: int) -> int:
         """How many elements a storage has, by the archive's table."""
@@ -298,8 +342,8 @@ class TorchFile:
             raise DamageError(f"{self.path}: storage {key!r} is missing")
         if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
             raise DamageError(f"{self.path}: storage {key!r} is compressed, which torch.save never does")
-        head = os.pread(self._descriptor, 30, info.header_offset)
-        if len(head) < 30 or head[:4] != b"PK\x03\x04":
+        head = bytearray(30)
+        if self._read_into(memoryview(head), info.header_offset) < 30 or head[:4] != b"PK\x03\x04":
             raise DamageError(f"{self.path}: storage {key!r} is not where the archive says")
         name_length, extra_length = struct.unpack("<HH", head[26:30])
         begin: int = info.header_offset + 30 + name_length + extra_length
@@ -342,6 +386,9 @@ class _Unpickler(pickle.Unpickler):
             "builtins.set": set,
             "builtins.frozenset": frozenset,
             "builtins.bytearray": _bytearray,
+            "builtins.bytes": lambda *arguments: bytes(_bytearray(*arguments)),
+            **{f"builtins.{each.__name__}": each for each in (list, dict, int, float, str)},
+            "builtins.long": int,
             "_codecs.encode": _latin1,
             "builtins.complex": complex,
             "torch.Size": Size,

@@ -156,6 +156,8 @@ class _Pickler(_Base):  # type: ignore[misc]
     def save(self, value: Any, save_persistent_id: bool = True) -> None:
         if isinstance(value, Opaque):  # a class of its own for each name
             self.save_opaque(value)
+        elif type(value).__module__.startswith("ds_galore.") and type(value) not in self.dispatch:
+            raise DataError(f"{self._path}: a {type(value).__name__} stands where it cannot be written")
         else:
             super().save(value, save_persistent_id)
 
@@ -167,8 +169,12 @@ def _plain(value: Any) -> Any:
     tag, *rest = value["$"]
     if tag == "float":
         return float.fromhex(rest[0])
-    if tag == "tuple":
-        return tuple(_plain(each) for each in rest)
+    if tag in ("tuple", "frozenset"):
+        return {"tuple": tuple, "frozenset": frozenset}[tag](_plain(each) for each in rest)
+    if tag == "bytes":
+        return b64decode(rest[0])
+    if tag == "scalar":
+        return np.dtype(rest[0]).type(_plain(rest[1]))
     raise DataError(f"a value of the form {tag!r} cannot be written here")
 
 

@@ -5,8 +5,8 @@ Imports NumPy and its neighbours; neither torch nor DeepSpeed.
 
 from __future__ import annotations
 
-import zipfile
-import zlib
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,10 +15,10 @@ from ds_galore.checkpoint.manifest import MANIFEST
 from ds_galore.checkpoint.reader import CheckpointReader
 from ds_galore.checkpoint.store import CheckpointStore
 from ds_galore.errors import ConfigError, DataError
-from ds_galore.tools.native import TorchSource
-from ds_galore.tools.source import open_source
+from ds_galore.tools.source import checkpoints_in, open_source
+from ds_galore.tools.torchfile import TorchFile
 
-__all__ = ["Verification", "rollback", "verify_checkpoint"]
+__all__ = ["Verification", "native_problems", "rollback", "verify_checkpoint"]
 
 
 @dataclass
@@ -31,8 +31,9 @@ class Verification:
         Of the checkpoint.
     problems
         What is wrong, by file and tensor; empty if nothing is.
-    checked
-        How many ranges of tensors were decoded, of ``ranges``.
+    checked, ranges
+        How many ranges of tensors were decoded, of how many; of DeepSpeed's own, storages whose checksums were
+        compared.
     newest_intact
         Where something is wrong: the tag of the newest other checkpoint in the save directory in which nothing is.
     """
@@ -42,6 +43,7 @@ class Verification:
     checked: int = 0
     ranges: int = 0
     newest_intact: str | None = None
+    quick: bool = False
 
 
 def verify_checkpoint(directory: Path, *, quick: bool = False, sample: tuple[int, int] = (1, 1)) -> Verification:
@@ -66,41 +68,66 @@ def verify_checkpoint(directory: Path, *, quick: bool = False, sample: tuple[int
     part, parts = sample
     if not 1 <= part <= parts:
         raise ConfigError(f"sample is {part}/{parts}: it must be n/t with 1 <= n <= t")
-    found = Verification(str(directory))
+    found = Verification(str(directory), quick=quick)
     try:
         if (directory / MANIFEST).exists():
             reader = CheckpointReader(directory)
             found.problems = reader.verify(quick=quick, sample=sample)
-            found.ranges = sum(len(tensor.shards) for tensor in reader.tensors.values()) if not found.problems else 0
-            found.checked = 0 if quick else -(-(found.ranges - part + 1) // parts)
+            with contextlib.suppress(DamageError, FormatError):
+                found.ranges = sum(len(tensor.shards) for tensor in reader.tensors.values())
+                found.checked = 0 if quick else len(range(part - 1, found.ranges, parts))
         else:
             _verify_native(directory, found, quick, sample)
     except (DamageError, FormatError, NotCommittedError) as error:
         found.problems.append(str(error))
     if found.problems:
-        others = (tag for tag in CheckpointStore(directory.parent).intact() if tag != directory.name)
-        found.newest_intact = next(others, None)
+        found.newest_intact = next(_intact_beside(directory), None)
     return found
 
 
 def _verify_native(directory: Path, found: Verification, quick: bool, sample: tuple[int, int]) -> None:
-    source = open_source(directory)
-    assert isinstance(source, TorchSource)
-    found.ranges = len(source.weights) + len(source.optimizer)
-    if quick:
-        return
+    """The structure of DeepSpeed's own, and the checksums of its storages."""
+    open_source(directory)
     part, parts = sample
-    for number, path in enumerate(sorted(directory.rglob("*.pt"))):
-        if number % parts != part - 1:
-            continue
-        with zipfile.ZipFile(path) as archive:
+    number = 0
+    for path in sorted(directory.rglob("*.pt")):
+        file = TorchFile(path)
+        for key in file.storages():
+            number += 1
+            if quick or (number - part) % parts:
+                continue
+            found.checked += 1
             try:
-                bad = archive.testzip()
-            except (zipfile.BadZipFile, zlib.error, OSError, EOFError) as error:
-                bad = str(error)
-        if bad is not None:
-            found.problems.append(f"{path}: is damaged at {bad}")
-    found.checked = found.ranges
+                file.check(key)
+            except DamageError as error:
+                found.problems.append(str(error))
+    found.ranges = number
+
+
+def native_problems(directory: Path) -> list[str]:
+    """What is wrong with one of DeepSpeed's own."""
+    found = Verification(str(directory))
+    _verify_native(directory, found, quick=False, sample=(1, 1))
+    return found.problems
+
+
+def _intact_beside(directory: Path) -> Iterator[str]:
+    """The other checkpoints in the save directory in which nothing is wrong, the newest first."""
+    absolute = directory.absolute()
+    others = [path for path in checkpoints_in(absolute.parent) if path.name != absolute.name]
+    for path in sorted(others, key=lambda path: -_written(path)):
+        try:
+            problems = CheckpointReader(path).verify() if (path / MANIFEST).exists() else native_problems(path)
+        except (DamageError, FormatError, NotCommittedError, DataError):
+            continue
+        if not problems:
+            yield path.name
+
+
+def _written(path: Path) -> int:
+    """When a checkpoint was finished."""
+    files = [path / MANIFEST] if (path / MANIFEST).exists() else list(path.glob("*.pt"))
+    return max((each.stat().st_mtime_ns for each in files), default=0)
 
 
 def rollback(directory: Path, tag: str) -> list[str]:
@@ -119,14 +146,14 @@ def rollback(directory: Path, tag: str) -> list[str]:
         If something is wrong with it; ``latest`` is unchanged.
     """
     if not directory.is_dir():
-        raise DataError(f"{directory}: no such directory")
+        raise DataError(f"{directory}: is {'a file' if directory.exists() else 'no such directory'}")
     store = CheckpointStore(directory)
-    target = store.path(tag)
+    target = store.path(tag.rstrip("/"))
+    tags = [path.name for path in sorted(checkpoints_in(directory), key=_written)]
     if not target.is_dir():
-        raise DataError(f"{target}: no such checkpoint; {directory} holds {', '.join(store.tags()) or 'none'}")
+        raise DataError(f"{target}: no such checkpoint; {directory} holds {', '.join(tags) or 'none'}")
     problems = verify_checkpoint(target).problems
     if problems:
         raise DamageError(f"{problems[0]}; 'latest' is unchanged")
-    tags = store.tags()
-    store.set_latest(tag)
-    return tags[tags.index(tag) + 1 :] if tag in tags else []
+    store.set_latest(target.name)
+    return tags[tags.index(target.name) + 1 :] if target.name in tags else []

@@ -21,7 +21,17 @@ from ds_galore.errors import BindingError
 from ds_galore.zero.group import RankGroup
 from ds_galore.zero.layout import even_ranges
 
-__all__ = ["FlatBinding", "FlatParts", "Part", "Placement", "bind_whole", "bind_zero3", "flat_parts", "full_shape"]
+__all__ = [
+    "FlatBinding",
+    "FlatParts",
+    "Part",
+    "Placement",
+    "bind_whole",
+    "bind_zero3",
+    "flat_parts",
+    "full_shape",
+    "inner_optimizer",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +180,11 @@ class FlatParts:
     tensor: Tensor
     group: int
     parts: tuple[Part, ...]
+
+
+def inner_optimizer(engine: Any) -> Any:
+    """The optimizer whose states are saved: what ZeRO wraps, which for Adagrad is not what it was given."""
+    return getattr(engine.optimizer, "optimizer", None) or engine.basic_optimizer
 
 
 def flat_parts(engine: Any) -> list[FlatParts]:

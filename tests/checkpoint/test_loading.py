@@ -12,9 +12,10 @@ import torch
 
 from ds_galore.checkpoint.store import CheckpointStore
 from tests import jobs
-from tests.checkpoint.engines import ADAMW, BATCH, BF16, assert_same, contents, logical, make, save
+from tests.checkpoint.engines import ADAMW, BATCH, BF16, assert_same, contents, logical, make, masters, save
 
 GALORE = jobs.galore(update_proj_gap=5)
+ALIGNED = {"parameter_alignment": True}
 
 
 def write(directory: str, optimizer: dict[str, Any], extra: dict[str, Any]) -> list[float]:
@@ -80,6 +81,72 @@ def test_two_ranks_checkpoint_goes_on_with_one_three_and_four(pool, tmp_path, op
         found = contents(tmp_path / str(ranks) / "moved")
         assert found.keys() == saved.keys()
         assert [name for name in saved if found[name] != saved[name]] == []
+
+
+def other_layout(directory: str, write_it: bool, zero: dict[str, Any], tiny: bool) -> Any:
+    """Save, or load with another layout, a model whose last parameter has one element; what all ranks hold of it."""
+    import torch.distributed as dist
+
+    model = jobs.tiny_llama()
+    if tiny:
+        model.register_parameter("last", torch.nn.Parameter(torch.ones(1)))
+        model.register_forward_hook(lambda module, _, out: setattr(out, "loss", out.loss * module.last.sum()) or out)
+    section = {"ds_galore": {"checkpoint": {"mode": "full"}}}
+    settings = jobs.config(ADAMW, micro=BATCH // dist.get_world_size(), zero=zero, **section)
+    engine = jobs.start(model, settings)
+    if write_it:
+        jobs.train(engine, jobs.batches(2, BATCH))
+        save(engine, directory, "t")
+        return None
+    try:
+        engine.load_checkpoint(directory)
+    except Exception as error:  # noqa: BLE001 - what matters is that all ranks come here
+        return f"{type(error).__name__}: {error}"
+    jobs.train(engine, jobs.batches(1, BATCH))
+    return "loaded"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "tiny", "ranks"),
+    [
+        ({"stage": 2, "round_robin_gradients": True}, {"stage": 2, "round_robin_gradients": True, **ALIGNED}, False, 3),
+        ({"stage": 3, "sub_group_size": 79}, {"stage": 3}, True, 4),
+        ({"stage": 3}, {"stage": 3, "sub_group_size": 79}, True, 4),
+    ],
+)
+def test_ranks_agree_where_the_layout_changes_for_some_of_them(pool, tmp_path, before, after, tiny, ranks):
+    pool.run(ranks, other_layout, str(tmp_path), True, before, tiny)
+    assert pool.run(ranks, other_layout, str(tmp_path), False, after, tiny, timeout=90) == ["loaded"] * ranks
+
+
+def adagrad(directory: str, write_it: bool) -> Any:
+    engine = make({"type": "Adagrad", "params": {"lr": 1e-2}}, "full", zero={"stage": 2})
+    if write_it:
+        jobs.train(engine, jobs.batches(2, BATCH))
+        save(engine, directory, "t")
+    else:
+        assert engine.load_checkpoint(directory)[0] is not None
+    (flat,) = masters(engine)
+    state = engine.optimizer.optimizer.state[flat.tensor]["sum"]
+    held = state.clone(), [(part.name, part.start, part.offset, part.numel) for part in flat.parts]
+    return held, jobs.train(engine, jobs.batches(1, BATCH, seed=3))
+
+
+def test_adagrad_whose_optimizer_deepspeed_replaces_moves_too(pool, tmp_path):
+    written = pool.run(2, adagrad, str(tmp_path), True)
+    loaded = pool.run(3, adagrad, str(tmp_path), False)
+
+    def whole(ranks: list[Any]) -> dict[str, torch.Tensor]:
+        found: dict[str, list[torch.Tensor]] = {}
+        for (state, parts), _ in ranks:
+            for name, _, offset, numel in parts:
+                found.setdefault(name, []).append(state[offset : offset + numel])
+        return {name: torch.cat(pieces) for name, pieces in found.items()}
+
+    before, after = whole(written), whole(loaded)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert any(tensor.abs().sum() > 0 for tensor in before.values())
 
 
 def test_how_projectors_are_kept_may_change(pool, tmp_path):

@@ -216,6 +216,13 @@ def test_storage_counts_what_stays_and_what_is_written():
     everything = estimate(job, Schedule(steps=1000, save_every=100, full_every=1)).storage
     assert everything is not None
     assert (everything["kept"], everything["full_on_disk"], everything["differential_on_disk"]) == (10, 10, 0)
+    # Increments: 23 and 24 need 20, which is full, and all between; 12 and 18 (after 520 and 760 steps) stay as well.
+    chain = estimate(job, Schedule(1000, 40, 2, 10, incremental=True)).storage
+    assert chain is not None
+    assert (chain["kept"], chain["full_on_disk"], chain["differential_on_disk"]) == (2, 1, 4)
+    more = estimate(job, Schedule(1000, 40, 2, 10, keep_every=400)).storage
+    assert more is not None  # after 400 and 800 steps: saves 9 and 19, of two other bases
+    assert (more["kept"], more["full_on_disk"], more["differential_on_disk"]) == (4, 3, 4)
     with pytest.raises(ConfigError, match="save_every is 2000, and the run has 1000 steps: nothing is saved"):
         estimate(job, Schedule(steps=1000, save_every=2000))
 
@@ -245,6 +252,45 @@ def test_a_configuration_gives_what_options_do_not():
     assert (other["optimizer"], other["zero_stage"], other["precision"]) == ("lion", 2, "fp16")
 
 
+def test_all_of_a_configuration_counts(tmp_path):
+    def asked(config: dict[str, Any], *more: str) -> Any:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, **config}))
+        done = command("estimate", "--config", str(path), "--params", "1e9", *more, "--json", block="torch")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    assert asked({})["precision"] == "fp32"
+    assert asked({"bf16": {"enabled": False}})["precision"] == "fp32"
+    automatic = asked({"bf16": {"enabled": "auto"}})
+    assert automatic["precision"] == "bf16"
+    assert any("bf16 weights" in each for each in automatic["assumptions"])
+    run = ("--steps", "100", "--save-every", "1")
+    adamw = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 3}}
+    full = asked({**adamw, "ds_galore": {"checkpoint": {"mode": "full"}}}, *run)["storage"]
+    assert (full["full_on_disk"], full["differential_on_disk"]) == (100, 0)
+    section = {"mode": "incremental", "full_every": 5, "keep_last": 2, "keep_every": 100}
+    chain = asked({**adamw, "ds_galore": {"checkpoint": section}}, *run)["storage"]
+    assert (chain["kept"], chain["full_on_disk"], chain["differential_on_disk"]) == (2, 1, 4)
+    exact = asked(adamw)["checkpoint"]
+    small = asked({**adamw, "ds_galore": {"checkpoint": {"state_dtype": "int8"}}})["checkpoint"]
+    assert exact["full"] - small["full"] == pytest.approx(2 * 1e9 * (4 - 1 - 4 / 256))
+    galore = {"type": "GaLoreAdamW", "params": {"rank": 256, "projector_dtype": "bf16"}}
+    halved = asked({"optimizer": galore, "zero_optimization": {"stage": 3}})
+    galore["params"] = {"rank": 256}
+    whole = asked({"optimizer": galore, "zero_optimization": {"stage": 3}})
+    assert whole["memory_per_rank"]["projectors"] == pytest.approx(
+        2 * halved["memory_per_rank"]["projectors"], rel=1e-6
+    )
+
+
+def test_adafactor_under_zero_has_a_number_an_element():
+    found = answer(*("--params", "1e9", "--optimizer", "adafactor", "--zero-stage", "2", "--world-size", "4"))
+    assert found["memory_per_rank"]["moments"] == pytest.approx(1e9, rel=1e-3)
+    assert found["memory_per_rank"]["projectors"] == 0
+    assert found["total_bytes"] == pytest.approx(10e9, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -252,9 +298,13 @@ def test_a_configuration_gives_what_options_do_not():
         (["--params", "7e9", "--model-config", "x"], "and not by both"),
         (["--params", "many"], "'many' is no number of parameters such as 7e9, 7B or 350M"),
         (["--params", "-5"], "'-5' is no number of parameters"),
-        (["--params", "7e9", "--optimizer", "adamv"], "optimizer is 'adamv': not one of adafactor, adam,"),
+        (["--params", "7e9", "--optimizer", "adamv"], "optimizer is 'adamv': no such optimizer; did you mean 'adamw'?"),
         (["--params", "7e9", "--steps", "10"], "--steps and --save-every go together"),
         (["--params", "7e9", "--steps", "10", "--save-every", "20"], "nothing is saved"),
+        (["--params", "1e400"], "'1e400' is no number of parameters"),
+        (["--params", "7e9", "--keep-last", "3"], "--keep-last is about a run: give --steps and --save-every too"),
+        (["--params", "7e9", "--rank", "5"], "--rank goes with an optimizer that projects"),
+        (["--params", "7e9", "--optimizer", "galore_adamw", "--rank", "100000"], "rank is 100000: no matrix"),
         (["--params", "7e9", "--precision", "fp8"], "'fp8' is not one of"),
         (["--params", "7e9", "--world-size", "0"], "0 is not in the range x>=1"),
         (["--params", "7e9", "--config", "nowhere.json"], "nowhere.json"),

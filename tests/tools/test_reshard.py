@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +61,171 @@ def states_of(directory: Path) -> dict[str, Any]:
     """The state files of one of our checkpoints, without what says where and when it was saved."""
     reader = CheckpointReader(directory)
     return {name: reader.state(name) for name in sorted(reader.manifest.states)}
+
+
+@pytest.mark.parametrize("form", ["ds_galore", "deepspeed"])
+def test_client_states_of_many_types_come_through(pool, tmp_path, form):
+    client = {
+        "h": {1: np.arange(3), "1": np.arange(3, 6), "x": {}},
+        "a/b": np.arange(2),
+        "a": {"b": np.arange(2, 4)},
+        "big": np.arange(3, dtype=">i4"),
+        "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "empty": np.zeros(0),
+        "none": b"",
+        "sets": {frozenset({1}), b"x"},
+        "half": np.float16(1.5),
+        "size": torch.Size([2, 3]),
+        "dtype": torch.bfloat16,
+        "shared": torch.arange(3),
+        "counts": collections.defaultdict(int, {"a": 1}),
+    }
+    pool.run(2, trained_with, str(tmp_path), client)
+    for source in ("ours", "native"):
+        out = tmp_path / f"{source}-out"
+        reshard_checkpoint(tmp_path / source, out, world_size=3, format=form)
+        found = pool.run(3, loaded_client, str(out), form == "ds_galore")[2]
+        assert found["h"][1].tolist() == [0, 1, 2]
+        assert found["h"]["1"].tolist() == [3, 4, 5]
+        assert (found["a/b"].tolist(), found["a"]["b"].tolist()) == ([0, 1], [2, 3])
+        assert found["big"].tolist() == [0, 1, 2]
+        assert found["fortran"].tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert (found["empty"].shape, found["none"]) == ((0,), b"")
+        assert (found["sets"], found["half"], found["size"]) == ({frozenset({1}), b"x"}, 1.5, (2, 3))
+        assert found["dtype"] is torch.bfloat16
+        assert found["shared"].tolist() == [0, 1, 2]
+        assert found["counts"] == {"a": 1}
+
+
+def trained_with(directory: str, client: dict[str, Any]) -> None:
+    import torch.distributed as dist
+    from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+    engine = make(ADAMW)
+    jobs.train(engine, jobs.batches(1, BATCH))
+    save(engine, f"{directory}/ours", "t", **{**client, "counts": dict(client["counts"])})
+    engine.checkpoint_engine = TorchCheckpointEngine(engine._config)
+    engine.save_checkpoint.__wrapped__(f"{directory}/native", tag="t", client_state=client)
+    dist.barrier()
+
+
+def loaded_client(directory: str, ours: bool) -> Any:
+    engine = make(ADAMW, mode="differential" if ours else None)
+    return engine.load_checkpoint(directory)[1]
+
+
+def test_arguments_in_a_client_state_go_to_deepspeed_and_not_into_ours(pool, tmp_path):
+    from argparse import Namespace
+
+    client = {"args": Namespace(params_dtype=torch.bfloat16, sizes=torch.arange(3), names=["a"], array=np.arange(2))}
+    pool.run(1, native_with, str(tmp_path), client)
+    reshard_checkpoint(tmp_path / "native", tmp_path / "out", world_size=2, format="deepspeed")
+    code = (
+        "import torch, sys\n"
+        "sys.modules['ds_galore'] = None\n"
+        "found = torch.load(sys.argv[1], weights_only=False)['args']\n"
+        "assert found.params_dtype is torch.bfloat16 and found.sizes.tolist() == [0, 1, 2], found\n"
+        "assert found.names == ['a'] and found.array.tolist() == [0, 1], found\n"
+    )
+    path = tmp_path / "out" / "t" / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    subprocess.run([sys.executable, "-c", code, path], check=True)
+    for value, message in (
+        (client, r"class argparse.Namespace cannot be written"),
+        ({"z": 1 + 2j}, "a complex cannot"),
+    ):
+        shutil.rmtree(tmp_path / "native")
+        pool.run(1, native_with, str(tmp_path), value)
+        with pytest.raises(DataError, match=message):
+            reshard_checkpoint(tmp_path / "native", tmp_path / "refused", world_size=2)
+        assert not (tmp_path / "refused").exists()
+
+
+def native_with(directory: str, client: dict[str, Any]) -> None:
+    engine = make(ADAMW, mode=None)
+    jobs.train(engine, jobs.batches(1, BATCH))
+    engine.save_checkpoint(f"{directory}/native", tag="t", client_state=client)
+
+
+def grouped(engine_of: Any, frozen: bool) -> Any:
+    """Three groups, the first of frozen parameters alone, which DeepSpeed takes at stage 3."""
+    model = jobs.tiny_llama()
+    named = dict(model.named_parameters())
+    first = [p for name, p in named.items() if "embed" in name]
+    decay = [p for name, p in named.items() if p.dim() > 1 and "embed" not in name]
+    rest = [p for name, p in named.items() if p.dim() == 1]
+    for each in first:
+        each.requires_grad_(not frozen)
+    groups = [
+        {"params": first, "weight_decay": 0.0},
+        {"params": decay, "weight_decay": 0.1, "lr": 2e-2},
+        {"params": rest, "weight_decay": 0.0},
+    ]
+    return engine_of(model, groups)
+
+
+def groups_engine(mode: str | None, extra: dict[str, Any], optimizer: dict[str, Any]) -> Any:
+    import torch.distributed as dist
+
+    section = {"ds_galore": {"checkpoint": {"mode": mode}}} if mode else {}
+    settings = jobs.config(optimizer, micro=BATCH // dist.get_world_size(), **section, **extra)
+    frozen = extra["zero"]["stage"] == 3
+    return grouped(lambda model, groups: jobs.start(model, settings, model_parameters=groups), frozen)
+
+
+def groups_trained(directory: str, extra: dict[str, Any], optimizer: dict[str, Any]) -> None:
+    import torch.distributed as dist
+    from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+    engine = groups_engine("full", extra, optimizer)
+    jobs.train(engine, jobs.batches(2, BATCH))
+    save(engine, f"{directory}/ours", "t")
+    engine.checkpoint_engine = TorchCheckpointEngine(engine._config)
+    engine.save_checkpoint.__wrapped__(f"{directory}/native", tag="t")
+    dist.barrier()
+
+
+def groups_loaded(directory: str, mode: str | None, extra: dict[str, Any], optimizer: dict[str, Any]) -> Any:
+    engine = groups_engine(mode, extra, optimizer)
+    assert engine.load_checkpoint(directory)[0] is not None
+    return logical(engine), jobs.train(engine, jobs.batches(2, BATCH, seed=7))
+
+
+@pytest.mark.parametrize(
+    ("extra", "kind"),
+    [
+        ({"zero": {"stage": 3, "sub_group_size": 2000}}, "AdamW"),
+        ({"zero": {"stage": 3}}, "SGD"),
+        ({"zero": {"stage": 2, "round_robin_gradients": True, "parameter_alignment": True}}, "AdamW"),
+    ],
+)
+def test_groups_of_parameters_and_other_optimizers(pool, tmp_path, extra, kind):
+    params = {"AdamW": {"lr": 1e-2, "torch_adam": True}, "SGD": {"lr": 1e-2, "momentum": 0.9}}[kind]
+    optimizer = {"type": kind, "params": params}
+    pool.run(2, groups_trained, str(tmp_path), extra, optimizer)
+    wanted = pool.run(3, groups_loaded, str(tmp_path / "ours"), "full", extra, optimizer)
+    for source in ("ours", "native"):
+        for form, mode in (("ds_galore", "full"), ("deepspeed", None)):
+            out = tmp_path / f"{source}-{form}"
+            reshard_checkpoint(tmp_path / source, out, world_size=3, format=form)
+            found = pool.run(3, groups_loaded, str(out), mode, extra, optimizer)
+            for (state, losses), (state_found, losses_found) in zip(wanted, found, strict=True):
+                assert_equal(state, state_found)
+                assert losses == losses_found
+
+
+def test_outputs_that_cannot_be_replaced_are_refused_and_links_are_followed(saved, tmp_path, monkeypatch):
+    source = saved / "galore" / "ours"
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    reshard_checkpoint(source, tmp_path / "link", world_size=2)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "latest").read_text() == "t"
+    monkeypatch.chdir(tmp_path / "real")
+    with pytest.raises(DataError, match="is the current directory, which cannot be replaced"):
+        reshard_checkpoint(source, Path(), world_size=2, overwrite=True)
+    with pytest.raises(DataError, match="lies in the checkpoint that is read"):
+        reshard_checkpoint(source, source / "t" / "inside", world_size=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
 
 
 SMALL = {"zero": {"sub_group_size": 3000}}

@@ -15,13 +15,14 @@ from pathlib import Path
 from ds_galore.checkpoint.errors import DamageError
 from ds_galore.checkpoint.manifest import MANIFEST
 from ds_galore.checkpoint.scratch import Scratch
-from ds_galore.errors import ConfigError, DataError, DsGaloreError
-from ds_galore.tools.output import new_directory
+from ds_galore.errors import ConfigError, DsGaloreError
+from ds_galore.tools.output import keep_apart, new_directory
 from ds_galore.tools.reshard.checkpoint import Checkpoint
 from ds_galore.tools.reshard.cutting import Resharder, check_sizes
 from ds_galore.tools.reshard.reading import read_native, read_ours
 from ds_galore.tools.reshard.writing import Meter, decode, needed_bytes, write_native, write_ours
 from ds_galore.tools.source import resolve
+from ds_galore.tools.states import freeze
 
 __all__ = ["FORMATS", "ReshardReport", "reshard_checkpoint"]
 
@@ -90,8 +91,7 @@ def reshard_checkpoint(
             raise ConfigError(f"{name} is {value}: it must be positive")
     source_directory = resolve(Path(path), tag)
     target = Path(out)
-    if target.resolve() in (source_directory.resolve(), *source_directory.resolve().parents):
-        raise DataError(f"{target}: is, or holds, the checkpoint that is read; give another directory")
+    keep_apart(target, source_directory, "the checkpoint")
     name = source_directory.resolve().name
     try:
         source = _read(source_directory, format)
@@ -103,6 +103,8 @@ def reshard_checkpoint(
             )
         files = [resharder.files(rank) for rank in range(world_size)]
         check_sizes(source, files)
+        ours = format == "ds_galore"
+        frozen = [{name: freeze(state, name) for name, state in each.items()} for each in files] if ours else []
     except DsGaloreError:
         raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
@@ -117,7 +119,7 @@ def reshard_checkpoint(
             if source.decode:
                 decode(source, [state for each in files for state in each.values()], scratch, workers, meter)
             if format == "ds_galore":
-                write_ours(source, files, directory, name, scratch, workers, meter)
+                write_ours(source, frozen, directory, name, scratch, workers, meter)
             else:
                 write_native(source, files, directory, name, workers, meter)
         finally:

@@ -80,7 +80,8 @@ class Layout:
         paddings = state.get("param_alignment_paddings")
         self.bf16 = "param_alignment_paddings" not in state and "zero_stage" not in state
         reorder = bool(config.get("round_robin_gradients")) and not self.bf16
-        aligned = 16 // _weight_bytes(source) if paddings and any(any(each) for each in paddings) else 1
+        wanted = config.get("parameter_alignment", bool(paddings) and any(any(each) for each in paddings))
+        aligned = 16 // _weight_bytes(source) if wanted and not self.bf16 else 1
         self.original: list[list[str]] = []
         self.paddings: list[list[int]] = []
         for number, group in enumerate(saved):

@@ -54,6 +54,8 @@ class Flat:
 
 def sub_groups(shapes: Shapes, ranks: int, size: int) -> list[dict[str, tuple[int, ...]]]:
     """The sub-groups that stage 3 makes of a parameter group, for a ``sub_group_size``."""
+    if not shapes:
+        return []  # of a group whose parameters are all frozen
     numels = {name: -(-math.prod(shape) // ranks) for name, shape in shapes.items()}
     if size >= sum(numels.values()):
         return [dict(shapes)]

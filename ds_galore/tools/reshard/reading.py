@@ -115,6 +115,12 @@ def _name_partitions(source: Checkpoint) -> None:
         state = tree["optimizer_state_dict"]
         flats = layout.flats(rank)
         key = "fp32_flat_groups" if source.stage == 3 else "single_partition_of_fp32_groups"
+        for leaf, flat in zip(state[key], flats, strict=True):
+            if leaf.numel not in (flat.numel, flat.numel - flat.padding):
+                raise DataError(
+                    f"{source.directory}: a flat tensor of rank {rank} has {leaf.numel} elements, and {flat.numel} were"
+                    " expected: its partitions are laid out in a way that is not known"
+                )
         state[key] = [
             replace(leaf, pieces=pieces_of(flat, "fp32"), own=not leaf.numel)
             for leaf, flat in zip(state[key], flats, strict=True)

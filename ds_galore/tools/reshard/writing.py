@@ -21,7 +21,7 @@ from ds_galore.errors import PeerError
 from ds_galore.tools.output import cast, in_threads
 from ds_galore.tools.reshard.checkpoint import MODEL, OPTIMIZER, Checkpoint
 from ds_galore.tools.source import Info
-from ds_galore.tools.states import SAFE_NAMES, Leaf, freeze, leaves
+from ds_galore.tools.states import SAFE_NAMES, Leaf, leaves
 from ds_galore.tools.torchwriter import STORAGES, write_torch_file
 from ds_galore.tools.zero_to_fp32 import SCRIPT
 
@@ -114,19 +114,18 @@ def write_native(
 
 def write_ours(
     source: Checkpoint,
-    files: Sequence[Mapping[str, Any]],
+    frozen: Sequence[Mapping[str, tuple[Any, Mapping[str, Leaf]]]],
     directory: Path,
     tag: str,
     scratch: Scratch,
     workers: int,
     meter: Meter,
 ) -> None:
-    """Write a save directory of ours: ``files`` are each rank's states by name."""
+    """Write a save directory of ours: ``frozen`` are each rank's states by name, as :func:`freeze` gives them."""
     store = CheckpointStore(directory)
     store.path(tag).mkdir()
-    frozen = [{name: freeze(state, name) for name, state in each.items()} for each in files]
     held = _who_holds_what(frozen)
-    ranks = len(files)
+    ranks = len(frozen)
 
     def shards(rank: int) -> Iterator[Shard]:
         for each in held[rank]:
