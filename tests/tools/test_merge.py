@@ -461,7 +461,11 @@ def test_mistakes_are_told_in_one_line_with_what_to_do(saved, tmp_path):
     (tmp_path / "empty").mkdir()
     cases = [
         (["verify", str(tmp_path / "nowhere")], "nowhere: no such file or directory"),
-        (["verify", str(tmp_path / "empty")], "is no checkpoint and has no file 'latest'; it holds no checkpoints"),
+        (["verify", str(tmp_path / "empty")], "has no file 'latest' (--tag chooses a checkpoint); it holds no ch"),
+        (["verify", str(directory)], f"it holds no checkpoints; {directory / 'native'} does"),
+        (["list", str(ours / "latest")], "is a file"),
+        (["rollback", str(ours), "--to", "latest"], "is the name of the file that names the newest checkpoint"),
+        (["merge", str(ours), str(ours / "b" / "inside")], "lies in the checkpoint that is read"),
         (["merge", str(ours), str(tmp_path / "x"), "--tag", "c"], "no such checkpoint; "),
         (["merge", str(ours), str(tmp_path / "x"), "--model-config", str(tmp_path)], "holds no config.json"),
         (["list", str(tmp_path / "empty")], "holds no checkpoints"),
@@ -495,8 +499,15 @@ def test_verify_names_the_damaged_file_and_the_newest_intact_tag_and_rollback_go
     assert run("verify", str(tmp_path / "run"), "--quick").returncode == 0
     parts = [run("verify", str(tmp_path / "run"), "--sample", f"{n}/3").returncode for n in (1, 2, 3)]
     assert 1 in parts
-    rows = json.loads(run("list", str(tmp_path / "run"), "--verify", "--json").stdout)
-    assert rows[1]["state"] != "intact"
+    listed = run("list", str(tmp_path / "run"), "--verify", "--json")
+    assert json.loads(listed.stdout)[1]["state"] != "intact"
+    assert listed.returncode == 1
+    listed = run("list", str(tmp_path / "run"), "--verify", "--quiet")
+    assert (listed.returncode, listed.stdout) == (1, "")
+    assert listed.stderr.startswith("b: ")
+    done = run("merge", str(tmp_path / "run"), str(tmp_path / "out"))
+    assert done.returncode == 1
+    assert "'ds-galore list --verify' on the save directory tells which checkpoints are intact" in done.stderr
     done = run("rollback", str(tmp_path / "run"), "--to", "b")
     assert (done.returncode, "'latest' is unchanged" in done.stderr) == (1, True)
     assert (tmp_path / "run" / "latest").read_text() == "b"
@@ -504,6 +515,44 @@ def test_verify_names_the_damaged_file_and_the_newest_intact_tag_and_rollback_go
     assert done.returncode == 0
     assert done.stdout.strip().endswith("names a; newer ones are left: b")
     assert (tmp_path / "run" / "latest").read_text() == "a"
+
+
+def test_damage_to_deepspeeds_own_is_seen_by_every_command(plain, tmp_path):
+    shutil.copytree(plain / "native", tmp_path / "run")
+    shutil.copytree(tmp_path / "run" / "b", tmp_path / "run" / "a")
+    os.utime(tmp_path / "run" / "a" / "zero_pp_rank_0_mp_rank_00_optim_states.pt", (1, 1))
+    victim = tmp_path / "run" / "b" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    tensor = next(iter(TorchFile(victim).content["optimizer_state_dict"]["fp32_flat_groups"]))
+    data = bytearray(victim.read_bytes())
+    data[TorchFile(victim)._where(tensor.key) + 1000] ^= 4
+    victim.write_bytes(data)
+    done = run("verify", str(tmp_path / "run"), "--json")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["newest_intact"]) == (1, "a")
+    assert victim.name in found["problems"][0]
+    assert found["checked"] == found["ranges"] > 4
+    samples = [
+        json.loads(run("verify", str(tmp_path / "run"), "--sample", f"{n}/3", "--json").stdout) for n in (1, 2, 3)
+    ]
+    assert sum(each["checked"] for each in samples) == found["ranges"]
+    assert sum(len(each["problems"]) for each in samples) == 1
+    listed = run("list", str(tmp_path / "run"), "--verify", "--json")
+    assert listed.returncode == 1
+    assert {row["tag"]: row["state"] == "intact" for row in json.loads(listed.stdout)} == {"a": True, "b": False}
+    for arguments in (
+        ["merge", str(tmp_path / "run"), str(tmp_path / "out")],
+        ["reshard", str(tmp_path / "run"), str(tmp_path / "out"), "--world-size", "1", *DEEPSPEED],
+    ):
+        done = run(*arguments)
+        assert (done.returncode, "its checksum differs" in done.stderr) == (1, True)
+        assert len(done.stderr.splitlines()) == 1
+    assert run("rollback", str(tmp_path / "run"), "--to", "b").returncode == 1
+    done = run("rollback", str(tmp_path / "run"), "--to", "a/")
+    assert (done.returncode, (tmp_path / "run" / "latest").read_text()) == (0, "a")
+    assert done.stdout.strip().endswith("newer ones are left: b")
+    (tmp_path / "run" / "a" / "zero_pp_rank_0_mp_rank_00_model_states.pt").unlink()
+    assert run("verify", str(tmp_path / "run")).returncode == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_help_and_list_answer_quickly(saved):

@@ -64,7 +64,7 @@ def test_other_commands_know_it_too(universal, tmp_path):
     part = tmp_path / "run" / "b" / "zero" / "model.norm.weight" / "fp32.pt"
     part.write_bytes(part.read_bytes()[:-300])
     done = run("verify", str(tmp_path / "run"))
-    assert (done.returncode, "fp32.pt: is damaged" in done.stdout) == (1, True)
+    assert (done.returncode, "fp32.pt: is damaged" in done.stderr) == (1, True)
     part.unlink()
     done = run("merge", str(tmp_path / "run"), str(tmp_path / "out"))
     assert (done.returncode, "fp32.pt: is missing" in done.stderr) == (1, True)
