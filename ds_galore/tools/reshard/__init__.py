@@ -20,7 +20,7 @@ from ds_galore.tools.output import keep_apart, new_directory
 from ds_galore.tools.reshard.checkpoint import Checkpoint
 from ds_galore.tools.reshard.cutting import Resharder, check_sizes
 from ds_galore.tools.reshard.reading import read_native, read_ours
-from ds_galore.tools.reshard.writing import Meter, decode, needed_bytes, write_native, write_ours
+from ds_galore.tools.reshard.writing import Holdings, Meter, decode, write_native, write_ours
 from ds_galore.tools.source import resolve
 from ds_galore.tools.states import freeze
 
@@ -101,10 +101,13 @@ def reshard_checkpoint(
                 f"{source_directory}: holds GaLoreAdamW's state, which DeepSpeed loads with this package only; use the"
                 " format ds_galore, or merge it to have the weights"
             )
-        files = [resharder.files(rank) for rank in range(world_size)]
-        check_sizes(source, files)
-        ours = format == "ds_galore"
-        frozen = [{name: freeze(state, name) for name, state in each.items()} for each in files] if ours else []
+        needed: set[str] = set()
+        holdings = Holdings(world_size)
+        for rank in range(world_size):  # one at a time: thousands of them would not fit into memory
+            files = resharder.files(rank)
+            needed |= check_sizes(source, files, world_size)
+            if format == "ds_galore":
+                holdings.add(rank, {name: freeze(state, name)[1] for name, state in files.items()})
     except DsGaloreError:
         raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
@@ -115,13 +118,14 @@ def reshard_checkpoint(
     with new_directory(target, overwrite=overwrite) as directory:
         scratch = Scratch(directory / ".scratch")
         try:
-            meter = Meter(needed_bytes(source, files) * (2 if source.decode else 1), progress)
+            total = sum(source.tensors[name].info.nbytes for name in needed)
+            meter = Meter(total * (2 if source.decode else 1), progress)
             if source.decode:
-                decode(source, [state for each in files for state in each.values()], scratch, workers, meter)
+                decode(source, needed, scratch, workers, meter)
             if format == "ds_galore":
-                write_ours(source, frozen, directory, name, scratch, workers, meter)
+                write_ours(source, resharder.files, holdings.by_rank(), directory, name, scratch, workers, meter)
             else:
-                write_native(source, files, directory, name, workers, meter)
+                write_native(source, resharder.files, world_size, directory, name, workers, meter)
         finally:
             scratch.close()
         report.bytes = sum(each.stat().st_size for each in directory.rglob("*") if each.is_file())

@@ -329,8 +329,13 @@ def _size(shape: tuple[int, ...]) -> Form:
     return Form(json.dumps({"$": ["size", *shape]}))
 
 
-def check_sizes(source: Checkpoint, files: Sequence[Mapping[str, Any]]) -> None:
-    """Before anything is allocated by them: that tensors of the states are no larger than the data that they name.
+def check_sizes(source: Checkpoint, files: Mapping[str, Any], ranks: int) -> set[str]:
+    """Before anything is allocated by them: that tensors of a rank's states are no larger than the data that they name.
+
+    Returns
+    -------
+    set of str
+        The logical tensors of which they consist.
 
     Raises
     ------
@@ -338,20 +343,23 @@ def check_sizes(source: Checkpoint, files: Sequence[Mapping[str, Any]]) -> None:
         If one is.
     """
     known = sum(tensor.info.numel for tensor in source.tensors.values())
-    for leaf in (leaf for each in files for state in each.values() for leaf in leaves(state)):
+    needed = set()
+    for leaf in (leaf for state in files.values() for leaf in leaves(state)):
         position = 0
         for name, start, offset, numel in sorted(leaf.pieces, key=lambda piece: piece[2]):
             if not numel:
                 continue
             if name not in source.tensors:
                 raise DamageError(f"{source.directory}: its state names {name}, which its data do not hold")
+            needed.add(name)
             info = source.tensors[name].info
             whole = leaf.numel * (info.shape[-1] if info.dtype == "U8" and leaf.dtype != "uint8" else 1)
             fits = info.numel == whole if leaf.own else start + numel <= info.numel
             if not fits or offset < position or start < 0:
                 raise DamageError(f"{source.directory}: its state places {name} where it does not fit")
             position = offset + numel
-        if position > leaf.numel or leaf.numel > known + 64 * len(files) * (len(leaf.pieces) + 1):
+        if position > leaf.numel or leaf.numel > known + 64 * ranks * (len(leaf.pieces) + 1):
             raise DamageError(
-                f"{source.directory}: a tensor of its state has {leaf.numel} elements, which its data do not"
+                f"{source.directory}: a tensor of its state has {leaf.numel} elements, more than its data"
             )
+    return needed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,11 +21,11 @@ from ds_galore.errors import PeerError
 from ds_galore.tools.output import cast, in_threads
 from ds_galore.tools.reshard.checkpoint import MODEL, OPTIMIZER, Checkpoint
 from ds_galore.tools.source import Info
-from ds_galore.tools.states import SAFE_NAMES, Leaf, leaves
+from ds_galore.tools.states import SAFE_NAMES, Leaf, freeze
 from ds_galore.tools.torchwriter import STORAGES, write_torch_file
 from ds_galore.tools.zero_to_fp32 import SCRIPT
 
-__all__ = ["Meter", "decode", "needed_bytes", "write_native", "write_ours"]
+__all__ = ["Holdings", "Meter", "Range", "decode", "write_native", "write_ours"]
 
 #: Elements of a tensor that are read at a time.
 CHUNK = 2**24
@@ -56,18 +56,8 @@ class Meter:
             self._show(self._done, self._total)
 
 
-def needed_bytes(source: Checkpoint, files: Sequence[Mapping[str, Any]]) -> int:
-    """Bytes of the logical tensors of which all ranks' states consist."""
-    found = {name for each in files for state in each.values() for leaf in leaves(state) for name, *_ in leaf.pieces}
-    return sum(source.tensors[name].info.nbytes for name in found if name in source.tensors)
-
-
-def decode(source: Checkpoint, states: Sequence[Any], scratch: Scratch, workers: int, meter: Meter) -> None:
+def decode(source: Checkpoint, needed: Set[str], scratch: Scratch, workers: int, meter: Meter) -> None:
     """Decode every tensor that is needed once, so that ranges of it can be read."""
-    needed = {piece[0] for state in states for leaf in leaves(state) for piece in leaf.pieces if piece[3]}
-    missing = needed - source.tensors.keys()
-    if missing:
-        raise DamageError(f"{source.directory}: its state names {min(missing)}, which its data do not hold")
     infos = {name: source.tensors[name].info for name in source.tensors if name in needed}
 
     def decode(name: str) -> None:
@@ -102,30 +92,40 @@ def _values(source: Checkpoint, leaf: Leaf, meter: Meter) -> Iterator[Bits]:
 
 
 def write_native(
-    source: Checkpoint, files: Sequence[Mapping[str, Any]], directory: Path, tag: str, workers: int, meter: Meter
+    source: Checkpoint,
+    files: Callable[[int], Mapping[str, Any]],
+    ranks: int,
+    directory: Path,
+    tag: str,
+    workers: int,
+    meter: Meter,
 ) -> None:
-    """Write a save directory that DeepSpeed loads without this package: ``files`` are each rank's states by name."""
+    """Write a save directory that DeepSpeed loads without this package: ``files`` gives a rank's states by name."""
     (directory / tag).mkdir()
-    jobs = [(directory / tag / name, state) for each in files for name, state in each.items()]
-    _all(lambda job: write_torch_file(job[0], job[1], lambda leaf: _values(source, leaf, meter)), jobs, workers, meter)
+
+    def write(rank: int) -> None:
+        for name, state in files(rank).items():
+            write_torch_file(directory / tag / name, state, lambda leaf: _values(source, leaf, meter))
+
+    _all(write, range(ranks), workers, meter)
     sync_directory(directory / tag)
     replace_file(directory / "latest", [tag.encode()])
 
 
 def write_ours(
     source: Checkpoint,
-    frozen: Sequence[Mapping[str, tuple[Any, Mapping[str, Leaf]]]],
+    files: Callable[[int], Mapping[str, Any]],
+    held: Sequence[Sequence[Range]],
     directory: Path,
     tag: str,
     scratch: Scratch,
     workers: int,
     meter: Meter,
 ) -> None:
-    """Write a save directory of ours: ``frozen`` are each rank's states by name, as :func:`freeze` gives them."""
+    """Write a save directory of ours: ``files`` gives a rank's states by name, and ``held`` says what it writes."""
     store = CheckpointStore(directory)
     store.path(tag).mkdir()
-    held = _who_holds_what(frozen)
-    ranks = len(frozen)
+    ranks = len(held)
 
     def shards(rank: int) -> Iterator[Shard]:
         for each in held[rank]:
@@ -137,17 +137,18 @@ def write_ours(
             yield Shard(each.name, info.dtype, info.shape, each.start, bits)
 
     records: list[list[FileRecord]] = [[] for _ in range(ranks)]
-    states: dict[str, FileRecord] = {}
+    states: list[dict[str, FileRecord]] = [{} for _ in range(ranks)]
 
     def write(rank: int) -> None:
         records[rank] = store.write(tag, rank, ranks, shards(rank), scratch=scratch)
-        for name, (value, tensors) in frozen[rank].items():
+        for name, state in files(rank).items():
+            value, tensors = freeze(state, name)
             described = {path: _described(path, leaf) for path, leaf in tensors.items()}
             text = json.dumps({"format": FORMAT, "version": VERSION, "state": value, "tensors": described})
-            states[name] = store.write_state(tag, name, text)
+            states[rank][name] = store.write_state(tag, name, text)
 
     _all(write, range(ranks), workers, meter)
-    ordered = {name: states[name] for each in frozen for name in each}
+    ordered = {name: record for each in states for name, record in each.items()}
     store.commit(tag, records, metadata={**source.metadata, "saves": 1}, states=ordered)
     replace_file(directory / "zero_to_fp32.py", [SCRIPT.encode()], mode=0o755)
 
@@ -158,7 +159,7 @@ def _described(path: str, leaf: Leaf) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Range:
+class Range:
     """A range of a logical tensor that a rank writes; ``stop`` of None is its end."""
 
     name: str
@@ -168,28 +169,36 @@ class _Range:
     empty: Info | None = None  # what such a tensor is
 
 
-def _who_holds_what(frozen: Sequence[Mapping[str, tuple[Any, Mapping[str, Leaf]]]]) -> list[list[_Range]]:
-    """By rank, what it writes: everything is written once, and what several could write by each in turn."""
-    wanted: dict[tuple[str, int, int], list[int]] = {}
-    found: list[list[_Range]] = [[] for _ in frozen]
-    for suffix in (OPTIMIZER, MODEL):
-        before = {name for name, _, _ in wanted}
-        for rank, each in enumerate(frozen):
-            for path, leaf in (
-                item for file, (_, held) in each.items() if file.endswith(suffix) for item in held.items()
-            ):
+class Holdings:
+    """Who writes what: everything once, and what several ranks could write, each in turn."""
+
+    def __init__(self, ranks: int) -> None:
+        self._own: list[list[Range]] = [[] for _ in range(ranks)]
+        self._wanted: dict[str, dict[tuple[str, int, int], list[int]]] = {OPTIMIZER: {}, MODEL: {}}
+
+    def add(self, rank: int, files: Mapping[str, Mapping[str, Leaf]]) -> None:
+        """The tensors of a rank's files, by file and place."""
+        for file, tensors in files.items():
+            wanted = self._wanted[OPTIMIZER if file.endswith(OPTIMIZER) else MODEL]
+            for path, leaf in tensors.items():
                 if leaf.own:
                     empty = None if leaf.numel else Info(SAFE_NAMES.get(leaf.dtype, "U8"), leaf.shape)
-                    found[rank].append(_Range(path, leaf.pieces[0][0] if leaf.numel else "", 0, None, empty))
+                    self._own[rank].append(Range(path, leaf.pieces[0][0] if leaf.numel else "", 0, None, empty))
                     continue
                 for name, start, _, numel in leaf.pieces:
-                    if numel and name not in before:
+                    if numel:
                         ranks = wanted.setdefault((name, start, start + numel), [])
-                        if rank not in ranks:
+                        if rank not in ranks[-1:]:
                             ranks.append(rank)
-    for number, ((name, start, stop), ranks) in enumerate(wanted.items()):
-        found[ranks[number % len(ranks)]].append(_Range(name, name, start, stop))
-    return found
+
+    def by_rank(self) -> list[list[Range]]:
+        """What each rank writes. What is in an optimizer's file is not written for a model's as well."""
+        found = [list(own) for own in self._own]
+        known = {name for name, _, _ in self._wanted[OPTIMIZER]}
+        of_models = {key: ranks for key, ranks in self._wanted[MODEL].items() if key[0] not in known}
+        for number, ((name, start, stop), ranks) in enumerate({**self._wanted[OPTIMIZER], **of_models}.items()):
+            found[ranks[number % len(ranks)]].append(Range(name, name, start, stop))
+        return found
 
 
 def _all(work: Callable[[Any], None], items: Sequence[Any], workers: int, meter: Meter) -> None:
