@@ -235,6 +235,7 @@ CASES = [
     (jobs.galore(update_proj_gap=3, proj_type="left"), SMALL, 1, 4),
     (jobs.galore(update_proj_gap=3, projector_storage="sharded"), {}, 4, 2),
     (jobs.galore(update_proj_gap=3, projector_dtype="bf16"), BF16, 2, 1),
+    (GALORE, {"zero": {"stage": 0}}, 2, 3),
     (ADAMW, {"special": True, **SMALL}, 2, 3),
     (ADAMW, {"zero": {"stage": 1}}, 1, 3),
     (ADAMW, {"zero": {"stage": 2}, "special": True}, 3, 2),
@@ -261,6 +262,9 @@ def test_what_is_written_is_what_that_number_of_ranks_saves(pool, tmp_path, opti
         assert normal(found[name]["tensors"]) == normal(expected[name]["tensors"]), name
     assert contents(tmp_path / "new" / "t") == contents(tmp_path / "again" / "t")
     assert CheckpointReader(tmp_path / "new" / "t").verify() == []
+    if optimizer["type"] != "AdamW":
+        with pytest.raises(ConfigError, match="GaLoreAdamW's state"):
+            reshard_checkpoint(tmp_path / "ours", tmp_path / "refused", world_size=after, format="deepspeed")
     second = pool.run(after, loaded_and_saved, str(tmp_path / "new"), str(tmp_path / "third"), optimizer, extra)
     for (state, losses), (state_again, losses_again) in zip(first, second, strict=True):
         assert_equal(state, state_again)

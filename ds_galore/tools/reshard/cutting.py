@@ -147,8 +147,8 @@ class Resharder:
             size = int(size) if isinstance(size, int | float) and size >= 1 else SUB_GROUP_SIZE
             self._layout = Layout(source, ranks, size)
         names = source.tensors
-        self.low_rank = any("_states.pt" not in name and name.endswith("/projector") for name in names)
-        self._shards_projectors = self.low_rank and _shards_projectors(source, ranks)
+        self.low_rank = any(name.endswith("/projector") for name in names)  # without ZeRO too
+        self._shards_projectors = self.low_rank and bool(source.optim) and _shards_projectors(source, ranks)
 
     def files(self, rank: int) -> dict[str, Any]:
         """By name, the states in the files of a rank."""
