@@ -117,7 +117,9 @@ class CheckpointStore:
             If the tag is no plain directory name.
         """
         if tag == LATEST:
-            raise ConfigError(f"tag {tag!r}: is the name of the file that names the newest checkpoint")
+            raise ConfigError(
+                f"tag {tag!r}: a tag is a plain directory name, and this is the file that names the newest checkpoint"
+            )
         if not tag or tag.startswith(".") or "/" in tag or "\\" in tag or "\0" in tag:
             raise ConfigError(f"tag {tag!r}: a tag is a plain directory name, without separators or a leading dot")
         return self.directory / tag

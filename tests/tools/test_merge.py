@@ -464,7 +464,7 @@ def test_mistakes_are_told_in_one_line_with_what_to_do(saved, tmp_path):
         (["verify", str(tmp_path / "empty")], "has no file 'latest' (--tag chooses a checkpoint); it holds no ch"),
         (["verify", str(directory)], f"it holds no checkpoints; {directory / 'native'} does"),
         (["list", str(ours / "latest")], "is a file"),
-        (["rollback", str(ours), "--to", "latest"], "is the name of the file that names the newest checkpoint"),
+        (["rollback", str(ours), "--to", "latest"], "this is the file that names the newest checkpoint"),
         (["merge", str(ours), str(ours / "b" / "inside")], "lies in the checkpoint that is read"),
         (["merge", str(ours), str(tmp_path / "x"), "--tag", "c"], "no such checkpoint; "),
         (["merge", str(ours), str(tmp_path / "x"), "--model-config", str(tmp_path)], "holds no config.json"),
