@@ -39,6 +39,7 @@ def test_public_names_are_these():
         "enable",
         "load_state_dict",
         "merge_checkpoint",
+        "reshard_checkpoint",
     ]
     assert all(hasattr(ds_galore, name) for name in ds_galore.__all__)
     assert set(ds_galore.__all__) <= set(dir(ds_galore))

@@ -76,7 +76,7 @@ def test_the_papers_table_is_beside_ours():
     assert rows["350M", "GaLore"]["bytes"] == 2 * numel + 2 * (2 * (numel - matrices) + low)
 
 
-@pytest.mark.parametrize("name", ["60m", "130m", "350m", "1b"])
+@pytest.mark.parametrize("name", ["130m", "1b"])
 def test_models_of_the_paper_are_recognised_by_their_shapes(name):
     done = command("estimate", "--model-config", f"configs/models/llama_{name}.json", "--json")
     found = json.loads(done.stdout)
