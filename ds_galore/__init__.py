@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "APOLLOAdamW": "ds_galore.optim.galore",
     "BindingError": "ds_galore.errors",
     "CheckpointMismatchError": "ds_galore.errors",
     "ConfigError": "ds_galore.errors",
     "DataError": "ds_galore.errors",
     "DsGaloreError": "ds_galore.errors",
+    "FiraAdamW": "ds_galore.optim.galore",
+    "GaLoreAdafactor": "ds_galore.optim.galore",
     "GaLoreAdamW": "ds_galore.optim.galore",
+    "GaLoreAdamW8bit": "ds_galore.optim.galore",
     "PeerError": "ds_galore.errors",
     "check_deepspeed_config": "ds_galore.plugin",
     "enable": "ds_galore.plugin",
@@ -24,12 +28,16 @@ _HOMES = {
 }
 
 __all__ = [
+    "APOLLOAdamW",
     "BindingError",
     "CheckpointMismatchError",
     "ConfigError",
     "DataError",
     "DsGaloreError",
+    "FiraAdamW",
+    "GaLoreAdafactor",
     "GaLoreAdamW",
+    "GaLoreAdamW8bit",
     "PeerError",
     "__version__",
     "check_deepspeed_config",
@@ -48,7 +56,7 @@ if TYPE_CHECKING:
         DsGaloreError,
         PeerError,
     )
-    from ds_galore.optim.galore import GaLoreAdamW
+    from ds_galore.optim.galore import APOLLOAdamW, FiraAdamW, GaLoreAdafactor, GaLoreAdamW, GaLoreAdamW8bit
     from ds_galore.plugin import check_deepspeed_config, enable
     from ds_galore.tools.merge import load_state_dict, merge_checkpoint
     from ds_galore.tools.reshard import reshard_checkpoint

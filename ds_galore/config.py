@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ds_galore.errors import ConfigError
+from ds_galore.parameters import ALIASES, OPTIMIZERS
 
 __all__ = [
     "DEEPSPEED_OPTIMIZERS",
@@ -23,7 +24,6 @@ __all__ = [
     "TOP_LEVEL_KEYS",
     "CheckpointConfig",
     "DsGaloreConfig",
-    "GaLoreParameters",
     "check_config",
     "load_config",
     "resolve_auto",
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 #: Optimizer types that ``enable()`` registers with DeepSpeed, by their names in the JSON.
-GALORE_OPTIMIZERS: tuple[str, ...] = ("GaLoreAdamW",)
+GALORE_OPTIMIZERS: tuple[str, ...] = (*OPTIMIZERS, *ALIASES)
 
 #: Optimizer types that DeepSpeed 0.19 and torch.optim know, for checks where neither is installed.
 DEEPSPEED_OPTIMIZERS: tuple[str, ...] = (
@@ -114,65 +114,6 @@ TOP_LEVEL_KEYS: frozenset[str] = frozenset(
 )
 
 Model = TypeVar("Model", bound=BaseModel)
-
-
-def _beta_pair(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
-
-
-class GaLoreParameters(BaseModel):
-    """The hyperparameters of ``GaLoreAdamW``: ``optimizer.params`` in the JSON, or keyword arguments.
-
-    Names and meanings are those of galore-torch and of Hugging Face's Trainer.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    lr: Annotated[float, Field(ge=0, allow_inf_nan=False, description="Learning rate.")] = 1e-3
-    betas: Annotated[
-        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
-        BeforeValidator(_beta_pair),
-        Field(description="Decay rates of the first and the second moment."),
-    ] = (0.9, 0.999)
-    eps: Annotated[float, Field(gt=0, allow_inf_nan=False, description="Added to the root of the second moment.")] = (
-        1e-6
-    )
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False, description="Decoupled weight decay.")] = 0.0
-    correct_bias: Annotated[bool, Field(description="Correct the moments' bias towards zero in early steps.")] = True
-    rank: Annotated[int | None, Field(ge=1, description="Rank of the projection; None trains with plain AdamW.")] = None
-    update_proj_gap: Annotated[int, Field(ge=1, description="Steps between two refreshes of a matrix's basis.")] = 200
-    scale: Annotated[float, Field(gt=0, allow_inf_nan=False, description="Factor on the low-rank update.")] = 0.25
-    proj_type: Annotated[
-        Literal["right", "left", "std", "reverse_std"],
-        Field(
-            description="Side of the projection. std: right where rows >= columns, else left; reverse_std: the other."
-        ),
-    ] = "right"
-    refresh: Annotated[
-        Literal["subspace", "svd"],
-        Field(description="How a basis is found: block power iteration from the old one, or a full SVD."),
-    ] = "subspace"
-    power_iterations: Annotated[int, Field(ge=1, le=16, description="Passes of a subspace refresh.")] = 1
-    stagger_refresh: Annotated[bool, Field(description="Refresh different matrices on different steps of the gap.")] = (
-        True
-    )
-    reproject_moments: Annotated[bool, Field(description="Carry the moments into the new basis at a refresh.")] = True
-    target_modules: Annotated[
-        str | list[str] | None,
-        Field(
-            description="Which modules are projected, as Hugging Face's optim_target_modules: a regular expression for"
-            " the whole module name, a list of such expressions or parts of names, or 'all-linear' (the default where"
-            " the model is known), which leaves out the output head."
-        ),
-    ] = None
-    projector_storage: Annotated[
-        Literal["auto", "replicated", "sharded"],
-        Field(description="Right projectors on every rank, or 1/world_size on each and gathered at each step."),
-    ] = "auto"
-    projector_dtype: Annotated[
-        Literal["fp32", "bf16"], Field(description="What projectors are stored and sent as.")
-    ] = "fp32"
-    seed: Annotated[int, Field(ge=0, description="Seed of the random start of the first subspace refresh.")] = 0
 
 
 class CompressionConfig(BaseModel):
@@ -401,7 +342,7 @@ def check_config(config: Mapping[str, Any], known_optimizers: Iterable[str] = ()
             raise ConfigError(f"optimizer.type is {kind!r}: no such optimizer{nearest(str(kind), known)}")
         return
     parameters = {key: value for key, value in section(config, "optimizer", "params").items() if value != "auto"}
-    validate(GaLoreParameters, parameters, where="optimizer.params")
+    validate(OPTIMIZERS[ALIASES.get(kind, kind)], parameters, where="optimizer.params")
     _check_zero(config, kind)
 
 

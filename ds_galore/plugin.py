@@ -16,11 +16,17 @@ import torch
 
 from ds_galore.config import GALORE_OPTIMIZERS, DsGaloreConfig, check_config, nearest, section, validate
 from ds_galore.errors import ConfigError
-from ds_galore.optim.galore import GaLoreAdamW
+from ds_galore.optim import galore
+from ds_galore.optim.optimizer import LowRankOptimizer
+from ds_galore.parameters import ALIASES, OPTIMIZERS
 
 __all__ = ["check_deepspeed_config", "enable"]
 
-_OPTIMIZERS: dict[str, type[GaLoreAdamW]] = {"GaLoreAdamW": GaLoreAdamW}
+#: By every name that a configuration may have for it, an optimizer.
+_OPTIMIZERS: dict[str, type[LowRankOptimizer]] = {
+    **{name: getattr(galore, name) for name in OPTIMIZERS},
+    **{alias: getattr(galore, name) for alias, name in ALIASES.items()},
+}
 _MARK = "_ds_galore_wrapped"
 
 
@@ -38,8 +44,8 @@ def enable() -> None:
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    for name, optimizer in _OPTIMIZERS.items():
-        setattr(torch.optim, name, optimizer)
+    for name in OPTIMIZERS:
+        setattr(torch.optim, name, _OPTIMIZERS[name])
     _wrap(DeepSpeedEngine, "_do_sanity_check", _checked)
     _wrap(DeepSpeedEngine, "_configure_basic_optimizer", _built_with_model)
     _wrap(DeepSpeedEngine, "_configure_checkpointing", _with_checkpoints)
@@ -153,8 +159,8 @@ def check_deepspeed_config(config: dict[str, Any], *, client_optimizer: Any = No
         for name, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
     ]
-    if isinstance(client_optimizer, tuple(_OPTIMIZERS.values())):
-        name = next(name for name, kind in _OPTIMIZERS.items() if isinstance(client_optimizer, kind))
+    if isinstance(client_optimizer, LowRankOptimizer):
+        name = type(client_optimizer).__name__
         config = {**config, "optimizer": {"type": name, "params": {}}}  # its own parameters are checked already
     check_config(config, [*DEEPSPEED_OPTIMIZERS, *(name for name in torch_optimizers if name not in GALORE_OPTIMIZERS)])
     _check_zero_keys(config)

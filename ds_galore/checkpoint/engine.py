@@ -42,7 +42,8 @@ from ds_galore.checkpoint.store import CheckpointStore
 from ds_galore.checkpoint.tree import flatten
 from ds_galore.config import CheckpointConfig
 from ds_galore.errors import ConfigError
-from ds_galore.optim.galore import GaLoreAdamW
+from ds_galore.optim.optimizer import LowRankOptimizer
+from ds_galore.optim.states import effective
 from ds_galore.optim.matrices import RIGHT
 from ds_galore.tools.zero_to_fp32 import SCRIPT
 from ds_galore.zero.group import Guard, RankGroup
@@ -533,17 +534,22 @@ def _whole_projectors(engine: Any, guard: Guard) -> Factors:
     """By parameter, the right projectors, whole and in float32. Collective where they are sharded."""
     optimizer = engine.basic_optimizer
     found: Factors = {}
-    if not isinstance(optimizer, GaLoreAdamW) or not hasattr(engine.optimizer, "fp32_partitioned_groups_flat"):
+    if not isinstance(optimizer, LowRankOptimizer):
         return found
-    for flat in engine.optimizer.fp32_partitioned_groups_flat:
-        plan = optimizer.plan_of(flat)
-        for batch in plan.batches if plan is not None else ():
-            if batch.side is RIGHT and plan is not None and batch.matrices[0].name in optimizer.state.get(flat, {}):
-                states = [optimizer.state[flat][matrix.name] for matrix in batch.matrices]
-                bases = RIGHT.load(batch.matrices, states, plan.group, guard, torch.float32)
-                with guard:
-                    for matrix, basis in zip(batch.matrices, bases, strict=True):
-                        found[matrix.name] = basis.to("cpu", copy=True).numpy()
+    for flat in flat_parts(engine):
+        plan, state = optimizer.plan_of(flat.tensor), optimizer.state.get(flat.tensor, {})
+        for batch in plan.batches if plan is not None and optimizer.updates_are_low_rank else ():
+            if batch.side is not RIGHT or plan is None or batch.matrices[0].name not in state:
+                continue
+            states = [state[matrix.name] for matrix in batch.matrices]
+            matrices = [effective(matrix, own) for matrix, own in zip(batch.matrices, states, strict=True)]
+            like = torch.empty(0, dtype=torch.float32, device=flat.tensor.device)
+            bases = RIGHT.load(matrices, states, plan.group, guard, like)
+            with guard:
+                for matrix, basis in zip(matrices, bases, strict=True):
+                    if optimizer.projector_is_packed:  # as the offline reader sees it: whole bytes
+                        basis = torch.nn.functional.pad(basis, (0, matrix.rank % 2))
+                    found[matrix.name] = basis.to("cpu", copy=True).numpy()
     return found
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ds_galore.checkpoint.codecs.base import Bits
 from ds_galore.checkpoint.errors import DamageError
-from ds_galore.optim.galore import GaLoreAdamW
-from ds_galore.optim.matrices import RIGHT, Matrix, Side
+from ds_galore.optim.optimizer import LowRankOptimizer
 from ds_galore.zero.binding import FlatParts, flat_parts, full_shape, inner_optimizer
 
 __all__ = [
@@ -107,9 +106,9 @@ class StateMap:
         for flat in flat_parts(engine):
             self._add(flat.tensor, _pieces(flat, MASTER))
             state: Mapping[str, Any] = optimizer.state.get(flat.tensor, {})
-            if isinstance(optimizer, GaLoreAdamW):
+            if isinstance(optimizer, LowRankOptimizer):
                 for (name, key), (piece, _) in low_rank_pieces(optimizer, flat).items():
-                    if name in state:
+                    if name in state and key in state[name]:
                         self._add(state[name][key], [piece])
                 continue
             for key, value in state.items():
@@ -166,40 +165,17 @@ def _pieces(flat: FlatParts, kind: str, *, moment: bool = False) -> list[Piece]:
     ]
 
 
-def low_rank_pieces(optimizer: GaLoreAdamW, flat: FlatParts) -> dict[tuple[str, str], tuple[Piece, tuple[int, ...]]]:
+def low_rank_pieces(
+    optimizer: LowRankOptimizer, flat: FlatParts
+) -> dict[tuple[str, str], tuple[Piece, tuple[int, ...]]]:
     """By parameter and key, what the tensors of our optimizer's state consist of, and their shapes on this rank."""
-    plan = optimizer.plan_of(flat.tensor, flat.group)
     found: dict[tuple[str, str], tuple[Piece, tuple[int, ...]]] = {}
-    if plan is None:
-        return found
-    parts = {part.name: part for part in flat.parts}
-    for each in plan.plain:
-        part = parts[each.name]
-        for key in ("exp_avg", "exp_avg_sq"):
-            piece = Piece(f"{each.name}/{key}", part.shape, part.start, 0, part.numel, moment=True)
-            found[each.name, key] = piece, (part.numel,)
-    for batch in plan.batches:
-        for matrix in batch.matrices:
-            for key in ("exp_avg", "exp_avg_sq", "projector"):
-                shape = batch.side.projector_shape(matrix) if key == "projector" else batch.side.moment_shape(matrix)
-                found[matrix.name, key] = _of_matrix(batch.side, matrix, key), shape
+    for name, tensors in optimizer.state_tensors(flat.tensor, flat.group).items():
+        for key, each in tensors.items():
+            stored, moment = each.stored, each.moment
+            piece = Piece(f"{name}/{key}", each.logical, each.start, 0, each.numel, stored=stored, moment=moment)
+            found[name, key] = piece, each.shape
     return found
-
-
-def _of_matrix(side: Side, matrix: Matrix, key: str) -> Piece:
-    """Rows by which a matrix's moments and projectors are spread: those touched, equal parts, or all."""
-    layout, rank = matrix.layout, matrix.rank
-    rows, columns = layout.shape
-    name, moment = f"{matrix.name}/{key}", key != "projector"
-    if (side is RIGHT) == moment:  # the rows that this rank touches
-        first = layout.local.first_row
-        return Piece(name, (rows, rank), first * rank, 0, layout.local.num_rows * rank, moment=moment)
-    if side is RIGHT and not matrix.sharded:
-        owner = matrix.index % layout.world_size
-        return Piece(name, (columns, rank), 0, 0, columns * rank, stored=layout.rank == owner)
-    count = -(-columns // layout.world_size)
-    first = min(layout.rank * count, columns)
-    return Piece(name, (columns, rank), first * rank, 0, (min(first + count, columns) - first) * rank, moment=moment)
 
 
 def rounded_weights(engine: Any) -> Iterator[tuple[str, bool]]:

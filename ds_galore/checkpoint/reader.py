@@ -23,6 +23,9 @@ from ds_galore.checkpoint.manifest import Manifest
 
 __all__ = ["CheckpointReader", "LogicalTensor"]
 
+#: Columns of an int8 or int4 projector that share a scale.
+SCALE_BLOCK = 256
+
 
 @dataclass(frozen=True)
 class LogicalTensor:
@@ -203,19 +206,30 @@ class CheckpointReader:
             tensors = self._tensors(at)
             if projector not in tensors:
                 raise CodecError(f"{projector} is not there")
-            factors[name] = self._matrix(tensors[projector], at)
+            factors[name] = self._factor(projector, tensors, at)
         columns = math.prod(entry.shape[1:])
         return Reference(base, factors, columns, entry.start)
 
-    def _matrix(self, tensor: LogicalTensor, depth: int) -> npt.NDArray[np.float32]:
-        bits = self._bits(tensor, depth, 0, None)
-        if tensor.dtype == "BF16":
-            bits = bits.astype(np.uint32) << 16
-        elif tensor.dtype != "F32":
-            raise CodecError(f"{tensor.name} is {tensor.dtype}, and a factor is F32 or BF16")
+    def _factor(self, name: str, tensors: Mapping[str, LogicalTensor], depth: int) -> npt.NDArray[np.float32]:
+        """A projector as numbers: see docs/format.md for int8 and int4."""
+        tensor, scale = tensors[name], tensors.get(f"{name}_scale")
         if len(tensor.shape) != 2:
             raise CodecError(f"{tensor.name} has shape {tensor.shape}, and a factor is a matrix")
-        return bits.astype(np.uint32, copy=False).view(np.float32).reshape(tensor.shape)
+        bits = self._bits(tensor, depth, 0, None).reshape(tensor.shape)
+        if tensor.dtype == "BF16":
+            bits = bits.astype(np.uint32) << 16
+        elif tensor.dtype in ("I8", "U8") and scale is not None and scale.dtype == "F32":
+            whole = bits.view(np.int8)
+            if tensor.dtype == "U8":
+                halves = np.stack([bits & 15, bits >> 4], axis=2).reshape(tensor.shape[0], -1)
+                whole = (halves.view(np.int8) ^ 8) - np.int8(8)
+            if scale.shape != (tensor.shape[0], -(-whole.shape[1] // SCALE_BLOCK)):
+                raise CodecError(f"{scale.name} has shape {scale.shape}, which does not fit {tensor.name}")
+            scales = self._bits(scale, depth, 0, None).view(np.float32).reshape(scale.shape)
+            return whole.astype(np.float32) * np.repeat(scales, SCALE_BLOCK, axis=1)[:, : whole.shape[1]]
+        elif tensor.dtype != "F32":
+            raise CodecError(f"{tensor.name} is {tensor.dtype}, and a factor is F32, BF16, or I8 or U8 with a scale")
+        return bits.astype(np.uint32, copy=False).view(np.float32)
 
     def state(self, name: str) -> Any:
         """The content of the state file with DeepSpeed's name ``name``: ``state`` and ``tensors``, and its format.
@@ -300,7 +314,7 @@ class CheckpointReader:
         CodecError, DamageError
             If it is no such matrix, or its data are not what was written.
         """
-        return self._matrix(self.tensors[name], 0)
+        return self._factor(name, self.tensors, 0)
 
     def verify(self, *, quick: bool = False, sample: tuple[int, int] = (1, 1)) -> list[str]:
         """What is wrong with it: empty if every file has its digest and every tensor decodes to what was written.

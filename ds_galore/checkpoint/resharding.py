@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_galore.checkpoint.pieces import MASTER, Piece, assemble, describe, frozen_pieces, low_rank_pieces
 from ds_galore.checkpoint.tree import restore
 from ds_galore.errors import CheckpointMismatchError
-from ds_galore.optim.galore import GaLoreAdamW
+from ds_galore.optim.optimizer import LowRankOptimizer
 from ds_galore.zero.binding import FlatParts, flat_parts, inner_optimizer
 
 __all__ = ["fits", "frozen_fragments", "masters", "optimizer_state"]
@@ -73,7 +73,7 @@ def _same_layout(saved: Mapping[str, Any], described: Mapping[str, Any], engine:
         members = [sum(flat.group == number for flat in flats) for number in range(count)]
         if [len(group["params"]) for group in inner["param_groups"]] != members:
             return False
-    if not isinstance(optimizer, GaLoreAdamW):
+    if not isinstance(optimizer, LowRankOptimizer):
         return True
     # Projectors may be kept whole or in parts, whatever the layout of the weights.
     factors = [piece for flat in flats for piece, _ in low_rank_pieces(optimizer, flat).values()]
@@ -182,7 +182,7 @@ def _inner(engine: Any, flats: list[FlatParts], saved: dict[str, Any], read: Rea
 def _state_of(engine: Any, flat: FlatParts, old: list[dict[str, Any]], read: Read) -> dict[str, Any]:
     """The state of one flat tensor from the states of its parameter group in the writer's layout."""
     optimizer = inner_optimizer(engine)
-    if isinstance(optimizer, GaLoreAdamW):
+    if isinstance(optimizer, LowRankOptimizer):
         return _low_rank_state(optimizer, flat, {name: state for each in old for name, state in each.items()}, read)
     made: dict[str, Any] = {}
     for key, value in old[0].items():
@@ -199,7 +199,7 @@ def _state_of(engine: Any, flat: FlatParts, old: list[dict[str, Any]], read: Rea
 
 
 def _low_rank_state(
-    optimizer: GaLoreAdamW, flat: FlatParts, old: Mapping[str, Mapping[str, Any]], read: Read
+    optimizer: LowRankOptimizer, flat: FlatParts, old: Mapping[str, Mapping[str, Any]], read: Read
 ) -> dict[str, Any]:
     made: dict[str, Any] = {}
     layout = low_rank_pieces(optimizer, flat)

@@ -13,17 +13,20 @@ from torch import Tensor
 
 from ds_galore.errors import CheckpointMismatchError
 from ds_galore.optim.matrices import State
-from ds_galore.optim.plan import GROUP_KEYS, SETTINGS, FlatPlan
+from ds_galore.optim.plan import FlatPlan
+from ds_galore.optim.states import StateTensor
+from ds_galore.parameters import LowRankParameters
 
 __all__ = ["check_groups", "check_state", "settle_group", "to_device"]
 
-#: Hyperparameters that decide what the state looks like: a checkpoint with another value cannot be continued.
+#: Hyperparameters of a group that decide what the state looks like: with another value it cannot be continued.
 STRUCTURAL_KEYS = ("rank", "proj_type")
-STRUCTURAL_SETTINGS = ("projector_dtype",)
 
 
-def check_groups(groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a checkpoint with other parameter groups, ranks or sides.
+def check_groups(
+    groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Mapping[str, Any]], kind: type[LowRankParameters]
+) -> None:
+    """Refuse a checkpoint with other parameter groups, ranks, sides or formats.
 
     Raises
     ------
@@ -38,7 +41,7 @@ def check_groups(groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Map
         )
     for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
         pairs = [(key, saved.get(key), group[key]) for key in STRUCTURAL_KEYS]
-        pairs += [(key, saved.get("settings", {}).get(key), group["settings"][key]) for key in STRUCTURAL_SETTINGS]
+        pairs += [(key, _setting(saved, key, kind), group["settings"][key]) for key in kind.STRUCTURE]
         for key, found, wanted in pairs:
             if found != wanted:
                 raise CheckpointMismatchError(
@@ -47,22 +50,28 @@ def check_groups(groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Map
                 )
 
 
-def check_state(plan: FlatPlan, tensor: Tensor, saved: State) -> None:
+def _setting(saved: Mapping[str, Any], key: str, kind: type[LowRankParameters]) -> Any:
+    """A setting of a saved group; what versions before it did not know was as its default is."""
+    return saved.get("settings", {}).get(key, kind.model_fields[key].default)
+
+
+def check_state(plan: FlatPlan, expected: Mapping[str, Mapping[str, StateTensor]], saved: State) -> None:
     """Refuse the saved state of a tensor that consists of other parameters, or of tensors of other shapes.
+
+    Parameters
+    ----------
+    plan
+        What the tensor consists of.
+    expected
+        By parameter and key, what its state must be.
+    saved
+        The state.
 
     Raises
     ------
     CheckpointMismatchError
         Naming the parameter, what was found and what was expected.
     """
-    expected: dict[str, dict[str, tuple[int, ...]]] = {}
-    for each in plan.plain:
-        shape = (each.numel,) if plan.nested else tuple(tensor.shape)
-        expected[each.name] = {"exp_avg": shape, "exp_avg_sq": shape}
-    for batch in plan.batches:
-        for matrix in batch.matrices:
-            moments, projector = batch.side.moment_shape(matrix), batch.side.projector_shape(matrix)
-            expected[matrix.name] = {"exp_avg": moments, "exp_avg_sq": moments, "projector": projector}
     states = saved if plan.nested else {next(iter(expected)): saved}
     if states.keys() != expected.keys():
         odd = sorted(states.keys() ^ expected.keys())[0]
@@ -70,20 +79,31 @@ def check_state(plan: FlatPlan, tensor: Tensor, saved: State) -> None:
             f"{odd}: is {'in the checkpoint' if odd in states else 'not in the checkpoint'} and"
             f" {'' if odd in expected else 'not '}trained by this optimizer; the model differs from the saved one"
         )
-    for name, shapes in expected.items():
-        if "projector" not in shapes and "projector" in states[name]:
+    for name, tensors in expected.items():
+        if "projector" not in tensors and "projector" in states[name]:
             raise CheckpointMismatchError(f"{name}: projected in the checkpoint, not in the configuration")
-        for key, shape in shapes.items():
+        surplus = [key for key, value in states[name].items() if isinstance(value, Tensor) and key not in tensors]
+        if surplus:
+            raise CheckpointMismatchError(
+                f"{name}: has {surplus[0]!r} in the checkpoint, which this optimizer does not keep; it was written by"
+                " another one"
+            )
+        for key, each in tensors.items():
             value = states[name].get(key)
-            found = tuple(value.shape) if isinstance(value, Tensor) else None
-            if found != shape:
+            found = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
+            if found is None or found[0] != each.shape:
                 raise CheckpointMismatchError(
-                    f"{name}: the checkpoint's {key} has shape {found}, expected {shape}; the checkpoint was written"
-                    " with other target_modules, another projector_storage or another number of ranks"
+                    f"{name}: the checkpoint's {key} has shape {found and found[0]}, expected {each.shape}; the"
+                    " checkpoint was written by another optimizer, with other target_modules, another projector_storage"
+                    " or on another number of ranks"
                 )
+            if found[1].is_floating_point != each.dtype.is_floating_point:
+                raise CheckpointMismatchError(f"{name}: the checkpoint's {key} is {found[1]}, expected {each.dtype}")
 
 
-def settle_group(group: dict[str, Any], ours: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+def settle_group(
+    group: dict[str, Any], ours: Mapping[str, Any], saved: Mapping[str, Any], kind: type[LowRankParameters]
+) -> list[str]:
     """Let the configuration win where it differs from the one that a group was saved with.
 
     The learning rate is otherwise the saved one, since schedulers move it; ``configured_lr`` remembers what was
@@ -97,6 +117,8 @@ def settle_group(group: dict[str, Any], ours: Mapping[str, Any], saved: Mapping[
         Its hyperparameters by the configuration.
     saved
         Those of the checkpoint.
+    kind
+        The model of the hyperparameters.
 
     Returns
     -------
@@ -111,7 +133,7 @@ def settle_group(group: dict[str, Any], ours: Mapping[str, Any], saved: Mapping[
                 f"{key}: the checkpoint has {found!r}, the configuration {wanted!r}; continuing with the latter"
             )
 
-    for key in GROUP_KEYS:
+    for key in kind.GROUP_KEYS:
         if key != "lr":
             found = saved.get(key)
             compare(key, tuple(found) if isinstance(found, list) else found, ours[key])
@@ -122,8 +144,9 @@ def settle_group(group: dict[str, Any], ours: Mapping[str, Any], saved: Mapping[
         # A scheduler's factor stays: it has moved the saved rate, and has not seen this optimizer yet.
         group["lr"] = saved["lr"] * wanted / base if base else ours["lr"]
     group["configured_lr"] = wanted
-    for key in SETTINGS:
-        compare(key, saved.get("settings", {}).get(key), ours["settings"][key])
+    for key in kind.SETTINGS:
+        default = kind.model_fields[key].default
+        compare(key, saved.get("settings", {}).get(key, default), ours["settings"][key])
     group["settings"] = ours["settings"]
     return told
 

@@ -17,15 +17,18 @@ Imports torch and :mod:`ds_galore.zero`.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds_galore.optim.formats import RowFormat
+from ds_galore.optim.noise import gaussian, key_of
 from ds_galore.zero.exchange import CutRowExchange
 from ds_galore.zero.group import Guard, RankGroup
 from ds_galore.zero.layout import MatrixLayout
@@ -50,24 +53,46 @@ class Matrix:
         Where this rank's range begins in the flat tensor.
     rank
         Of the projection.
+    energy
+        The share of the gradient's energy by which the rank is chosen, up to ``rank``; None where it is fixed.
     index
         Its number among all projected matrices of the optimizer, the same on all ranks.
-    phase
-        On which step of the gap it refreshes.
+    number
+        Its number among all parameters of the optimizer.
+    phase, gap
+        On which step of how many it refreshes.
     sharded
         Whether a right projector is kept in parts.
-    projector_dtype
-        What the projector is stored and sent as.
+    projector
+        What the projector is stored and sent as; None where it is drawn anew at each step.
+    seed
+        Of random bases.
+    unit_columns
+        Whether the columns of random bases have length 1, in the mean; else their rows do, as APOLLO's.
     """
 
     name: str
     layout: MatrixLayout
     offset: int
     rank: int
+    energy: float | None
     index: int
+    number: int
     phase: int
+    gap: int
     sharded: bool
-    projector_dtype: torch.dtype
+    projector: RowFormat | None
+    seed: int = 0
+    unit_columns: bool = True
+
+    def at_rank(self, rank: int) -> Matrix:
+        """The same matrix with another rank."""
+        return self if rank == self.rank else replace(self, rank=rank)
+
+    @property
+    def owner(self) -> int:
+        """The rank that stores what all ranks have."""
+        return self.index % self.layout.world_size
 
     def narrow(self, flat: Tensor) -> Tensor:
         """This rank's elements of the matrix in a flat tensor: a view ``(numel,)``."""
@@ -86,13 +111,30 @@ def pad_rows(block: Tensor, rows: int) -> Tensor:
 
 
 def gather_rows(group: RankGroup, shards: Sequence[Tensor], rows: Sequence[int], guard: Guard) -> list[Tensor]:
-    """Whole blocks ``(rows[i], r)`` from the evenly spread ``shards[i]``, ``(shard_rows, r)``, in one collective."""
-    sizes = [shard.numel() for shard in shards]
-    packed = guard.run(
-        lambda: torch.cat([shard.reshape(-1) for shard in shards]), lambda: shards[0].new_zeros(sum(sizes))
-    )
+    """Whole blocks ``(rows[i], r)`` from the evenly spread ``shards[i]``, ``(shard_rows, r)``, in one collective.
+
+    Of several dtypes, they travel as bytes.
+    """
+    mixed = len({shard.dtype for shard in shards}) > 1
+    views = [shard.contiguous().view(torch.uint8) if mixed else shard for shard in shards]
+    sizes = [view.numel() for view in views]
+    packed = guard.run(lambda: torch.cat([view.reshape(-1) for view in views]), lambda: views[0].new_zeros(sum(sizes)))
     parts = torch.split(group.all_gather(packed), sizes, dim=1)
-    return [part.reshape(-1, shard.shape[1])[:count] for part, shard, count in zip(parts, shards, rows, strict=True)]
+    whole = [part.reshape(-1, view.shape[1])[:count] for part, view, count in zip(parts, views, rows, strict=True)]
+    return [block.clone().view(shard.dtype) for block, shard in zip(whole, shards, strict=True)] if mixed else whole
+
+
+def _parts_of(matrix: Matrix, state: State) -> dict[str, Tensor]:
+    """By suffix, the tensors that a projector is stored as."""
+    assert matrix.projector is not None
+    return {suffix: state[f"projector{suffix}"] for suffix in matrix.projector.parts(matrix.rank)}
+
+
+def random_basis(matrix: Matrix, rows: int, draw: int, like: Tensor) -> Tensor:
+    """The ``draw``-th random basis of a matrix, ``(rows, rank)``: Gaussian, and nearly orthogonal where rank << rows."""
+    scale = 1.0 / math.sqrt(rows if matrix.unit_columns else matrix.rank)
+    key = key_of(matrix.seed, matrix.number, draw)
+    return gaussian(key, rows, matrix.rank, like.device).mul_(scale).to(like.dtype)
 
 
 class Side(ABC):
@@ -109,27 +151,77 @@ class Side(ABC):
         """Shape of the moments, and of the low-rank gradient once it is whole, on this rank."""
 
     @abstractmethod
-    def projector_shape(self, matrix: Matrix) -> tuple[int, int]:
-        """Shape of the projector as it is stored on this rank."""
+    def moment_rows(self, matrix: Matrix) -> tuple[int, int, int]:
+        """Where this rank's rows of the moments begin, how many they are without padding, and of how many in all."""
+
+    @abstractmethod
+    def counted(self, matrix: Matrix) -> slice:
+        """Which of this rank's rows of the moments it counts for the group: each row once."""
+
+    @abstractmethod
+    def projector_rows(self, matrix: Matrix) -> tuple[int, int]:
+        """Where this rank's rows of the stored projector begin, and how many it stores, padding included."""
 
     @abstractmethod
     def share_shape(self, matrix: Matrix) -> tuple[int, int]:
         """Shape of what :meth:`share` returns on this rank."""
 
-    @abstractmethod
-    def store(self, matrix: Matrix, basis: Tensor, group: RankGroup) -> Tensor:
-        """What this rank keeps of a whole basis ``(basis_rows, r)``: a tensor of its own, in the projector's dtype."""
+    def settle(self, matrix: Matrix, basis: Tensor, group: RankGroup, key: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """What a new whole basis ``(basis_rows, r)`` comes to: as :meth:`load` will give it, and what is stored.
+
+        Parameters
+        ----------
+        key
+            Of the noise of stochastic rounding.
+        """
+        assert matrix.projector is not None
+        parts = matrix.projector.encode(basis, key, 0)
+        begin, count = self.projector_rows(matrix)
+        stored = {
+            f"projector{suffix}": pad_rows(part[begin : begin + count], count).clone() for suffix, part in parts.items()
+        }
+        return self.touched(matrix, matrix.projector.decode(parts, matrix.rank, basis.dtype)), stored
 
     @abstractmethod
+    def touched(self, matrix: Matrix, basis: Tensor) -> Tensor:
+        """Of a whole basis what a step needs: all of it on the right, the touched rows on the left."""
+
     def load(
-        self,
-        matrices: Sequence[Matrix],
-        states: Sequence[State],
-        group: RankGroup,
-        guard: Guard,
-        dtype: torch.dtype,
+        self, matrices: Sequence[Matrix], states: Sequence[State], group: RankGroup, guard: Guard, like: Tensor
     ) -> list[Tensor]:
-        """The bases in ``dtype``, whole on the right, the touched rows on the left. Collective for sharded ones."""
+        """The bases in the dtype and on the device of ``like``, whole on the right, the touched rows on the left.
+
+        Collective where they are stored in parts.
+        """
+        found: dict[int, Tensor] = {}
+        gathered = [index for index, matrix in enumerate(matrices) if matrix.sharded and matrix.projector is not None]
+        if gathered:
+            parts = [_parts_of(matrices[index], states[index]) for index in gathered]
+            flat = [part for each in parts for part in each.values()]
+            rows = [self.basis_rows(matrices[index]) for index, each in zip(gathered, parts, strict=True) for _ in each]
+            whole = iter(gather_rows(group, flat, rows, guard))
+            parts = [{suffix: next(whole) for suffix in each} for each in parts]
+            with guard:
+                for index, each in zip(gathered, parts, strict=True):
+                    matrix = matrices[index]
+                    if matrix.projector is not None:
+                        found[index] = matrix.projector.decode(each, matrix.rank, like.dtype)
+        for index, (matrix, state) in enumerate(zip(matrices, states, strict=True)):
+            if index not in found:
+                found[index] = guard.run(
+                    partial(self._local_basis, matrix, state, like),
+                    partial(like.new_zeros, (self._local_rows(matrix), matrix.rank)),
+                )
+        return [found[index] for index in range(len(matrices))]
+
+    def _local_rows(self, matrix: Matrix) -> int:
+        """Rows of what :meth:`load` gives."""
+        return self.basis_rows(matrix) if self is RIGHT else matrix.layout.local.num_rows
+
+    def _local_basis(self, matrix: Matrix, state: State, like: Tensor) -> Tensor:
+        if matrix.projector is None:
+            return self.touched(matrix, random_basis(matrix, self.basis_rows(matrix), state["draw"], like))
+        return matrix.projector.decode(_parts_of(matrix, state), matrix.rank, like.dtype)
 
     @abstractmethod
     def share(self, matrix: Matrix, grad: Tensor, basis: Tensor) -> Tensor:
@@ -157,11 +249,11 @@ class Side(ABC):
     def transitions(
         self, matrices: Sequence[Matrix], old: Sequence[Tensor], new: Sequence[Tensor], group: RankGroup, guard: Guard
     ) -> list[Tensor]:
-        """``Q_old^T Q_new``, ``(r, r)``, the same on all ranks. Collective on the left."""
+        """``Q_old^T Q_new``, ``(old rank, new rank)``, of bases as :meth:`load` gives them. Collective on the left."""
 
     @abstractmethod
     def moment_product(self, matrix: Matrix, moment: Tensor, square: Tensor) -> Tensor:
-        """``moment @ square`` for moments ``(rows, r)`` and ``(r, r)``; rows on several ranks stay identical."""
+        """``moment @ square`` of ``(rows, r)`` and ``(r, s)``; rows on several ranks stay identical."""
 
 
 class _Right(Side):
@@ -173,35 +265,26 @@ class _Right(Side):
     def moment_shape(self, matrix: Matrix) -> tuple[int, int]:
         return matrix.layout.local.num_rows, matrix.rank
 
-    def projector_shape(self, matrix: Matrix) -> tuple[int, int]:
+    def moment_rows(self, matrix: Matrix) -> tuple[int, int, int]:
+        local = matrix.layout.local
+        return local.first_row, local.num_rows, matrix.layout.shape[0]
+
+    def counted(self, matrix: Matrix) -> slice:
+        rows = matrix.layout.counted_rows()
+        return slice(rows[0], rows[-1] + 1) if rows else slice(0)
+
+    def projector_rows(self, matrix: Matrix) -> tuple[int, int]:
         rows = self.basis_rows(matrix)
-        return (shard_rows(rows, matrix.layout.world_size) if matrix.sharded else rows), matrix.rank
+        if not matrix.sharded:
+            return 0, rows
+        count = shard_rows(rows, matrix.layout.world_size)
+        return min(matrix.layout.rank * count, rows), count
 
     def share_shape(self, matrix: Matrix) -> tuple[int, int]:
         return self.moment_shape(matrix)
 
-    def store(self, matrix: Matrix, basis: Tensor, group: RankGroup) -> Tensor:
-        if matrix.sharded:
-            count = shard_rows(basis.shape[0], group.world_size)
-            basis = pad_rows(basis[group.rank * count : (group.rank + 1) * count], count)
-        return basis.to(matrix.projector_dtype, copy=True)
-
-    def load(
-        self,
-        matrices: Sequence[Matrix],
-        states: Sequence[State],
-        group: RankGroup,
-        guard: Guard,
-        dtype: torch.dtype,
-    ) -> list[Tensor]:
-        stored: list[Tensor] = [state["projector"] for state in states]
-        parts = [index for index, matrix in enumerate(matrices) if matrix.sharded]
-        if parts:
-            rows = [self.basis_rows(matrices[index]) for index in parts]
-            whole = gather_rows(group, [stored[index] for index in parts], rows, guard)
-            for index, block in zip(parts, whole, strict=True):
-                stored[index] = block
-        return [block.to(dtype) for block in stored]
+    def touched(self, matrix: Matrix, basis: Tensor) -> Tensor:
+        return basis
 
     def share(self, matrix: Matrix, grad: Tensor, basis: Tensor) -> Tensor:
         return matrix.layout.local.project(grad, basis)
@@ -227,7 +310,9 @@ class _Right(Side):
     ) -> list[Tensor]:
         return guard.run(
             lambda: [before.t() @ after for before, after in zip(old, new, strict=True)],
-            lambda: [after.new_zeros((matrix.rank, matrix.rank)) for matrix, after in zip(matrices, new, strict=True)],
+            lambda: [
+                after.new_zeros((before.shape[1], after.shape[1])) for before, after in zip(old, new, strict=True)
+            ],
         )
 
     def moment_product(self, matrix: Matrix, moment: Tensor, square: Tensor) -> Tensor:
@@ -243,25 +328,23 @@ class _Left(Side):
     def moment_shape(self, matrix: Matrix) -> tuple[int, int]:
         return shard_rows(matrix.layout.shape[1], matrix.layout.world_size), matrix.rank
 
-    def projector_shape(self, matrix: Matrix) -> tuple[int, int]:
-        return matrix.layout.local.num_rows, matrix.rank
+    def moment_rows(self, matrix: Matrix) -> tuple[int, int, int]:
+        total, count = matrix.layout.shape[1], self.moment_shape(matrix)[0]
+        first = min(matrix.layout.rank * count, total)
+        return first, min(first + count, total) - first, total
+
+    def counted(self, matrix: Matrix) -> slice:
+        return slice(self.moment_rows(matrix)[1])
+
+    def projector_rows(self, matrix: Matrix) -> tuple[int, int]:
+        return matrix.layout.local.first_row, matrix.layout.local.num_rows
 
     def share_shape(self, matrix: Matrix) -> tuple[int, int]:
         return matrix.layout.shape[1], matrix.rank
 
-    def store(self, matrix: Matrix, basis: Tensor, group: RankGroup) -> Tensor:
+    def touched(self, matrix: Matrix, basis: Tensor) -> Tensor:
         local = matrix.layout.local
-        return basis[local.first_row : local.end_row].to(matrix.projector_dtype, copy=True)
-
-    def load(
-        self,
-        matrices: Sequence[Matrix],
-        states: Sequence[State],
-        group: RankGroup,
-        guard: Guard,
-        dtype: torch.dtype,
-    ) -> list[Tensor]:
-        return [state["projector"].to(dtype) for state in states]
+        return basis[local.first_row : local.end_row]
 
     def share(self, matrix: Matrix, grad: Tensor, basis: Tensor) -> Tensor:
         return matrix.layout.local.sketch(grad, basis)
@@ -300,9 +383,10 @@ class _Left(Side):
                 shares.append((before[counted].t() @ after[counted]).view(-1))
             return torch.cat(shares)
 
-        numbers = [matrix.rank**2 for matrix in matrices]
+        shapes = [(before.shape[1], after.shape[1]) for before, after in zip(old, new, strict=True)]
+        numbers = [rows * columns for rows, columns in shapes]
         summed = group.all_reduce(guard.run(local, lambda: new[0].new_zeros(sum(numbers))))
-        return [part.view(matrix.rank, -1) for part, matrix in zip(torch.split(summed, numbers), matrices, strict=True)]
+        return [part.view(shape) for part, shape in zip(torch.split(summed, numbers), shapes, strict=True)]
 
     def moment_product(self, matrix: Matrix, moment: Tensor, square: Tensor) -> Tensor:
         return moment @ square

@@ -5,40 +5,43 @@ Imports torch, :mod:`ds_galore.zero` and its neighbours.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor, nn
 
-from ds_galore.config import GaLoreParameters, validate
+from ds_galore.config import validate
 from ds_galore.errors import BindingError, ConfigError
+from ds_galore.optim.formats import MIN_QUANTISED, RowFormat, moment_format, projector_format
 from ds_galore.optim.matrices import LEFT, RIGHT, Matrix, Side
+from ds_galore.optim.states import block_layout
 from ds_galore.optim.targets import Described, describe_model, describe_names, select_targets
+from ds_galore.optim.updates import Plain, Rule, Slot
+from ds_galore.parameters import LowRankParameters
 from ds_galore.zero.binding import FlatBinding, Placement, full_shape
 from ds_galore.zero.group import RankGroup
 from ds_galore.zero.layout import MatrixLayout, matrix_shape
 
 __all__ = [
-    "GROUP_KEYS",
-    "SETTINGS",
     "Batch",
     "Decision",
     "Decisions",
     "FlatPlan",
-    "Plain",
     "compute_dtype",
     "decide",
+    "largest_rank",
+    "plain_value",
     "read_groups",
 ]
 
-#: Hyperparameters that a parameter group may set for itself.
-GROUP_KEYS = ("lr", "betas", "eps", "weight_decay", "correct_bias", "rank", "update_proj_gap", "scale", "proj_type")
 #: Keys that others put into parameter groups, left as they are.
 FOREIGN_KEYS = frozenset({"params", "param_names", "name", "initial_lr", "configured_lr", "settings", "moe"})
-#: Hyperparameters of the whole optimizer that decide how it goes on from a state.
-SETTINGS = ("refresh", "power_iterations", "stagger_refresh", "reproject_moments", "projector_dtype", "seed")
 #: Elements of the bases that are whole in memory at the same time: bounds what sharded projectors need while a
 #: sub-group steps (256 MiB in float32), and thereby how many collectives it takes.
 BATCH_ELEMENTS = 2**26
@@ -57,37 +60,22 @@ class Decision:
     side
         From which it is projected; None for plain AdamW.
     rank
-        Of the projection.
+        Of the projection, the largest where it is chosen by energy.
+    energy
+        The share of energy to be captured, or None.
     index
         Its number among all projected matrices of the optimizer.
+    number
+        Its number among all parameters.
     """
 
     name: str
     shape: tuple[int, ...]
     side: Side | None
     rank: int
+    energy: float | None
     index: int
-
-
-@dataclass(frozen=True)
-class Plain:
-    """A parameter, or this rank's part of it, that is trained with plain AdamW.
-
-    Parameters
-    ----------
-    name
-        Of the parameter.
-    offset, numel
-        The range of the flat tensor that this rank holds of it.
-    """
-
-    name: str
-    offset: int
-    numel: int
-
-    def narrow(self, flat: Tensor) -> Tensor:
-        """Its elements in a flat tensor: a view ``(numel,)``."""
-        return flat.view(-1).narrow(0, self.offset, self.numel)
+    number: int
 
 
 @dataclass(frozen=True)
@@ -110,12 +98,28 @@ class FlatPlan:
         What it consists of.
     nested
         Whether its state is a dict of the states of several parameters.
+    slots
+        What is kept for a projected matrix.
+    plain_slots
+        What is kept for each of ``plain``.
     """
 
     group: RankGroup
     batches: tuple[Batch, ...]
     plain: tuple[Plain, ...]
     nested: bool
+    slots: list[Slot]
+    plain_slots: list[list[Slot]]
+
+
+def plain_value(value: Any) -> Any:
+    """A hyperparameter as a checkpoint holds it: a section as a dict."""
+    return value.model_dump() if isinstance(value, BaseModel) else value
+
+
+def largest_rank(rank: Any) -> int:
+    """The rank that is planned for; 0 for none."""
+    return int(rank["max"] if isinstance(rank, Mapping) else rank or 0)
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -123,8 +127,10 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def read_groups(params: Iterable[Any], model: nn.Module | None) -> tuple[list[dict[str, Any]], dict[Tensor, Described]]:
-    """The parameter groups, checked and without names, and what is known of the parameters.
+def read_groups(
+    params: Iterable[Any], model: nn.Module | None, kind: type[LowRankParameters]
+) -> tuple[list[dict[str, Any]], dict[Tensor, Described]]:
+    """The parameter groups, checked by the model of their hyperparameters and without names; what is known of them.
 
     Raises
     ------
@@ -145,9 +151,9 @@ def read_groups(params: Iterable[Any], model: nn.Module | None) -> tuple[list[di
             members = list(named)
         group["params"] = members
         own = {key: value for key, value in group.items() if key not in FOREIGN_KEYS}
-        checked = validate(GaLoreParameters, own, where=f"param_groups[{number}]")
-        group.update({key: getattr(checked, key) for key in own})
-        unknown = sorted(set(own) - set(GROUP_KEYS))
+        checked = validate(kind, own, where=f"param_groups[{number}]")
+        group.update({key: plain_value(getattr(checked, key)) for key in own})
+        unknown = sorted(set(own) - set(kind.GROUP_KEYS))
         if unknown:
             raise ConfigError(f"param_groups[{number}].{unknown[0]}: can be set for the whole optimizer only")
     return groups, described
@@ -162,6 +168,8 @@ class Decisions:
         In the order of the parameter groups.
     parameters
         The optimizer's hyperparameters.
+    rule
+        Its update rule.
     too_small
         Matrices that were to be projected and have a side no longer than the rank, for a message.
     ignored
@@ -171,19 +179,16 @@ class Decisions:
     def __init__(
         self,
         by_parameter: Mapping[Tensor, Decision],
-        parameters: GaLoreParameters,
+        parameters: LowRankParameters,
+        rule: Rule,
         too_small: Sequence[str],
         ignored: Sequence[str],
     ) -> None:
         self.by_parameter = dict(by_parameter)
+        self.rule = rule
         self.too_small, self.ignored = list(too_small), list(ignored)
         self._parameters = parameters
-        self._num_projected = sum(each.side is not None for each in self.by_parameter.values())
-
-    @property
-    def projector_bytes(self) -> int:
-        """Bytes of one number of a projector."""
-        return 2 if self._parameters.projector_dtype == "bf16" else 4
+        self._turns = _turns(list(self.by_parameter.values()), parameters)
 
     def shards_projectors(self, world_size: int) -> bool:
         """Whether right projectors are kept in parts when ``world_size`` ranks share a parameter.
@@ -194,11 +199,17 @@ class Decisions:
         if world_size == 1 or storage != "auto":
             return storage == "sharded" and world_size > 1
         projectors = moments = 0
+        kept = projector_format(self._parameters.projector_dtype, stochastic=False, compute=torch.float32)
+        slots = self.rule.slots(*self._formats(self._parameters.moment_dtype, torch.float32), torch.float32)
         for each in self.by_parameter.values():
             if each.side is RIGHT:
                 rows, columns = matrix_shape(each.shape)
-                projectors += columns * each.rank * self.projector_bytes
-                moments += 2 * 4 * rows * each.rank
+                projectors += columns * _row_bytes(kept, each.rank)
+                moments += rows * sum(
+                    _row_bytes(slot.format, 1 if slot.extent == "row" else each.rank)
+                    for slot in slots
+                    if slot.extent != "column"
+                )
         return projectors * world_size > moments
 
     def plan(self, binding: FlatBinding, *, gap: int, dtype: torch.dtype, nested: bool) -> FlatPlan:
@@ -227,27 +238,87 @@ class Decisions:
             if decision is None:
                 raise BindingError(f"DeepSpeed partitions parameter {name or '?'}, which the optimizer was not given")
             if decision.side is None:
-                start, stop = placement.ranges[binding.group.rank]
-                plain.append(Plain(decision.name, placement.offset, stop - start))
+                plain.append(self._plain(decision, placement, binding.group))
             else:
-                matrix = self._matrix(decision, placement, binding.group, gap, dtype)
-                sides[decision.side].append(matrix)
+                sides[decision.side].append(self._matrix(decision, placement, binding.group, gap, dtype))
         batches = [batch for side, matrices in sides.items() for batch in _in_batches(side, matrices)]
-        return FlatPlan(binding.group, tuple(batches), tuple(plain), nested)
+        formats = self._formats(self._parameters.moment_dtype, dtype)
+        return FlatPlan(
+            binding.group,
+            tuple(batches),
+            tuple(plain),
+            nested,
+            slots=self.rule.slots(*formats, dtype),
+            plain_slots=[
+                self.rule.plain_slots(each, *self._formats(each.moment_dtype, dtype), dtype) for each in plain
+            ],
+        )
+
+    @staticmethod
+    def _formats(name: str, compute: torch.dtype) -> tuple[RowFormat, RowFormat]:
+        """What signed and unsigned moments are kept as."""
+        signed, unsigned = (moment_format(name, signed=signed, compute=compute) for signed in (True, False))
+        return signed, unsigned
+
+    def _plain(self, decision: Decision, placement: Placement, group: RankGroup) -> Plain:
+        parameters, shape = self._parameters, decision.shape
+        wanted = parameters.unprojected_moment_dtype or parameters.moment_dtype
+        small = math.prod(shape) < MIN_QUANTISED
+        kept = "fp32" if wanted == "8bit" and small else wanted
+        return Plain(
+            name=decision.name,
+            shape=shape,
+            offset=placement.offset,
+            ranges=placement.ranges,
+            rank=group.rank,
+            number=decision.number,
+            moment_dtype=kept,
+            matrix=MatrixLayout(matrix_shape(shape), placement.ranges, group.rank) if len(shape) >= 2 else None,
+            blocks=block_layout(shape, placement.ranges, group.rank) if kept == "8bit" else None,
+        )
 
     def _matrix(
         self, decision: Decision, placement: Placement, group: RankGroup, gap: int, dtype: torch.dtype
     ) -> Matrix:
+        parameters = self._parameters
+        gap = max(gap, -(-len(self._turns) // parameters.refresh_budget) if parameters.refresh_budget else 0)
+        kept = None
+        if parameters.refresh != "random":
+            stochastic = parameters.projector_rounding == "stochastic"
+            kept = projector_format(parameters.projector_dtype, stochastic=stochastic, compute=dtype)
         return Matrix(
             name=decision.name,
             layout=MatrixLayout(matrix_shape(decision.shape), placement.ranges, group.rank),
             offset=placement.offset,
             rank=decision.rank,
+            energy=decision.energy,
             index=decision.index,
-            phase=decision.index * gap // self._num_projected if self._parameters.stagger_refresh else 0,
-            sharded=decision.side is RIGHT and self.shards_projectors(group.world_size),
-            projector_dtype=torch.bfloat16 if self._parameters.projector_dtype == "bf16" else dtype,
+            number=decision.number,
+            phase=math.floor(self._turns[decision.index] * gap) if parameters.stagger_refresh else 0,
+            gap=gap,
+            sharded=decision.side is RIGHT and kept is not None and self.shards_projectors(group.world_size),
+            projector=kept,
+            seed=parameters.seed,
+            unit_columns=self.rule.low_rank_only,
         )
+
+
+def _turns(decisions: Sequence[Decision], parameters: LowRankParameters) -> list[Fraction]:
+    """When in the gap each projected matrix has its turn, as a share of the gap.
+
+    The cost of a refresh decides how long it is until the next one's turn; with a budget all count the same.
+    """
+    costs = []
+    for each in decisions:
+        if each.side is not None:
+            rows, columns = matrix_shape(each.shape)
+            costs.append(1 if parameters.refresh_budget else rows * columns * min(each.rank, 64))
+    total = sum(costs)
+    return [Fraction(before, total) for before in itertools.accumulate(costs, initial=0)][:-1]
+
+
+def _row_bytes(kept: RowFormat, columns: int) -> int:
+    return sum(width * dtype.itemsize for width, dtype in kept.parts(columns).values())
 
 
 def _in_batches(side: Side, matrices: Sequence[Matrix]) -> list[Batch]:
@@ -268,7 +339,8 @@ def decide(
     groups: Sequence[Mapping[str, Any]],
     own_rank: Sequence[bool],
     described: Mapping[Tensor, Described],
-    parameters: GaLoreParameters,
+    parameters: LowRankParameters,
+    rule: Rule,
 ) -> Decisions:
     """Decide about every parameter.
 
@@ -282,6 +354,8 @@ def decide(
         What is known of the parameters.
     parameters
         The optimizer's hyperparameters.
+    rule
+        Its update rule.
 
     Raises
     ------
@@ -297,7 +371,8 @@ def decide(
         for position, parameter in enumerate(group["params"]):
             known = described.get(parameter)
             name = known.name if known is not None else f"param_groups[{number}].params[{position}]"
-            shape, rank = full_shape(parameter), group["rank"] or 0
+            shape, rank = full_shape(parameter), largest_rank(group["rank"])
+            energy = group["rank"]["energy"] if isinstance(group["rank"], Mapping) else None
             side = None
             if own and len(shape) < 2:
                 raise ConfigError(
@@ -309,21 +384,21 @@ def decide(
                     too_small.append(f"{name} ({rows} x {columns})")
                 else:
                     side = _choose_side(group["proj_type"], rows, columns)
-            decisions[parameter] = Decision(name, shape, side, rank, index)
+            decisions[parameter] = Decision(name, shape, side, rank, energy, index, len(decisions))
             index += side is not None
     if not index:
         raise ConfigError(
             "rank: no parameter is projected; set a rank below the smaller side of the matrices, for the optimizer"
             " (with model=... or named parameters) or for the groups to be projected"
         )
-    return Decisions(decisions, parameters, too_small, ignored)
+    return Decisions(decisions, parameters, rule, too_small, ignored)
 
 
 def _targets(
     groups: Sequence[Mapping[str, Any]],
     own_rank: Sequence[bool],
     described: Mapping[Tensor, Described],
-    parameters: GaLoreParameters,
+    parameters: LowRankParameters,
 ) -> tuple[set[Tensor], list[str]]:
     candidates: dict[Tensor, Described] = {}
     for number, (group, own) in enumerate(zip(groups, own_rank, strict=True)):

@@ -8,7 +8,8 @@ no rank ever sees a whole gradient; from the right, a pass is ::
     X = orth(Z)      by the matrix's owner, and sent to all
 
 and from the left the same until ``Y``, whose range it takes. It starts from the basis in use, or from a random block.
-``svd`` gathers the gradient on the owner. Owners are dealt out in turn, and they work at the same time.
+``svd`` gathers the gradient on the owner. ``start`` takes a random basis and looks at no gradient. The work of owners is
+dealt out by what it costs, and they work at the same time.
 
 All functions are collective: the same matrices in the same order on all ranks of the group, whatever the local slices
 hold. Local work that fails is kept by the guard, and the rank goes on with zeros until the next vote. Whether a
@@ -17,7 +18,8 @@ gradient tells anything (it may be zero) is decided by the owner and sent with t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +29,7 @@ from ds_galore.optim.matrices import LEFT, RIGHT, Matrix, Side
 from ds_galore.optim.subspace import leading_basis, random_start, singular_basis
 from ds_galore.zero.group import Guard, RankGroup
 
-__all__ = ["RefreshJob", "refresh_bases"]
+__all__ = ["RefreshJob", "owner_cost", "refresh_bases"]
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,11 @@ class RefreshJob:
     Parameters
     ----------
     matrix
-        Which one.
+        Which one, with the rank that is wanted.
     grad
         This rank's elements of the gradient, ``(numel,)``, float32 or float64, finite on all ranks.
     basis
-        The one in use as :meth:`.Side.load` gives it, or None before the first.
+        The one in use as :meth:`.Side.load` gives it, perhaps of a smaller rank, or None before the first.
     """
 
     matrix: Matrix
@@ -59,7 +61,7 @@ def refresh_bases(
     side, jobs
         The matrices, all of this side.
     method
-        ``"subspace"`` or ``"svd"``.
+        ``"subspace"``, ``"svd"`` or ``"start"``.
     passes
         Number of power-iteration passes.
     seed
@@ -73,25 +75,49 @@ def refresh_bases(
     """
     if not jobs:
         return []
+    owners = _deal_out(side, jobs, method, group.world_size)
     if method == "svd":
-        return _by_svd(side, jobs, group, guard)
+        return _by_svd(side, jobs, owners, group, guard)
+    if method == "start":
+        return _at_random(side, jobs, owners, group, guard, seed)
     # A block's passes alternate between all its matrices, so that their messages travel together.
     warm = [job for job in jobs if job.basis is not None]
     cold = [job for job in jobs if job.basis is None]
     found: dict[int, Tensor | None] = {}
     for batch in (warm, cold):
         if batch:
-            bases = _by_iteration(side, batch, group, guard, passes=passes, seed=seed)
+            bases = _by_iteration(side, batch, owners, group, guard, passes=passes, seed=seed)
             found.update((id(job), basis) for job, basis in zip(batch, bases, strict=True))
     return [found[id(job)] for job in jobs]
 
 
-def _owner(matrix: Matrix) -> int:
-    return matrix.index % matrix.layout.world_size
+Owners = Mapping[int, int]
+"""By a matrix's index, the rank that works on it."""
 
 
-def _by_svd(side: Side, jobs: Sequence[RefreshJob], group: RankGroup, guard: Guard) -> list[Tensor | None]:
-    wholes = [group.gather_flat(job.grad, job.matrix.layout.ranges, _owner(job.matrix)) for job in jobs]
+def _deal_out(side: Side, jobs: Sequence[RefreshJob], method: str, world_size: int) -> Owners:
+    """Give each matrix to the rank that has the least to do so far, the most costly ones first."""
+    costs = {job.matrix.index: owner_cost(side, job.matrix, method) for job in jobs}
+    load = [0] * world_size
+    owners = {}
+    for index in sorted(costs, key=lambda index: (-costs[index], index)):
+        owners[index] = min(range(world_size), key=lambda rank: (load[rank], rank))
+        load[owners[index]] += costs[index]
+    return owners
+
+
+def owner_cost(side: Side, matrix: Matrix, method: str) -> int:
+    """Multiplications, roughly, that a refresh costs the owner alone."""
+    rows, columns = matrix.layout.shape
+    if method == "svd":
+        return 4 * rows * columns * min(rows, columns)
+    return side.basis_rows(matrix) * matrix.rank**2 + 4 * matrix.rank**3
+
+
+def _by_svd(
+    side: Side, jobs: Sequence[RefreshJob], owners: Owners, group: RankGroup, guard: Guard
+) -> list[Tensor | None]:
+    wholes = [group.gather_flat(job.grad, job.matrix.layout.ranges, owners[job.matrix.index]) for job in jobs]
 
     def work(job: RefreshJob, whole: Tensor | None) -> Callable[[], Tensor | None]:
         def solve() -> Tensor | None:
@@ -104,13 +130,43 @@ def _by_svd(side: Side, jobs: Sequence[RefreshJob], group: RankGroup, guard: Gua
         jobs,
         [(side.basis_rows(job.matrix), job.matrix.rank) for job in jobs],
         [work(job, whole) for job, whole in zip(jobs, wholes, strict=True)],
+        owners,
+        group,
+        guard,
+    )
+
+
+def _at_random(
+    side: Side, jobs: Sequence[RefreshJob], owners: Owners, group: RankGroup, guard: Guard, seed: int
+) -> list[Tensor | None]:
+    def work(job: RefreshJob, rows: int) -> Callable[[], Tensor | None]:
+        def draw() -> Tensor:
+            start = random_start(rows, job.matrix.rank, seed=seed, index=job.matrix.index, like=job.grad)
+            orthonormal: Tensor = torch.linalg.qr(start)[0]
+            return orthonormal[:, : job.matrix.rank]
+
+        return draw
+
+    rows = [side.basis_rows(job.matrix) for job in jobs]
+    return _by_owners(
+        jobs,
+        [(count, job.matrix.rank) for job, count in zip(jobs, rows, strict=True)],
+        [work(job, count) for job, count in zip(jobs, rows, strict=True)],
+        owners,
         group,
         guard,
     )
 
 
 def _by_iteration(
-    side: Side, jobs: Sequence[RefreshJob], group: RankGroup, guard: Guard, *, passes: int, seed: int
+    side: Side,
+    jobs: Sequence[RefreshJob],
+    owners: Owners,
+    group: RankGroup,
+    guard: Guard,
+    *,
+    passes: int,
+    seed: int,
 ) -> list[Tensor | None]:
     matrices = [job.matrix for job in jobs]
     columns = [matrix.layout.shape[1] for matrix in matrices]
@@ -120,19 +176,29 @@ def _by_iteration(
             random_start(count, matrix.rank, seed=seed, index=matrix.index, like=job.grad)
             for job, matrix, count in zip(jobs, matrices, columns, strict=True)
         ]
-    elif side is RIGHT:
-        blocks = [job.basis for job in jobs if job.basis is not None]
     else:
-        blocks = _sketches(jobs, [job.basis for job in jobs if job.basis is not None], group, guard)
-        blocks = _orthonormal(jobs, blocks, group, guard)
+        blocks = [job.basis for job in jobs if job.basis is not None]
+        if side is LEFT:
+            blocks = _sketches(jobs, blocks, group, guard)
+            blocks = _orthonormal(jobs, blocks, owners, group, guard)
+        blocks = [_widened(job, block, seed) for job, block in zip(jobs, blocks, strict=True)]
     for remaining in reversed(range(passes)):
         rows = _projections(jobs, blocks, group, guard)
         if side is LEFT and remaining == 0:
-            return _left_bases(jobs, rows, group, guard)
+            return _left_bases(jobs, rows, owners, group, guard)
         blocks = _sketches(jobs, rows, group, guard)
         if remaining:
-            blocks = _orthonormal(jobs, blocks, group, guard)
-    return _leading(jobs, blocks, group, guard)
+            blocks = _orthonormal(jobs, blocks, owners, group, guard)
+    return _leading(jobs, blocks, owners, group, guard)
+
+
+def _widened(job: RefreshJob, block: Tensor, seed: int) -> Tensor:
+    """A block with random columns where a larger rank is wanted than that of the basis in use."""
+    rows, columns = block.shape
+    if columns >= job.matrix.rank:
+        return block
+    start = random_start(rows, job.matrix.rank, seed=seed, index=job.matrix.index, like=block)
+    return torch.cat([block, start[:, columns:] / math.sqrt(rows)], dim=1)
 
 
 def _projections(jobs: Sequence[RefreshJob], blocks: Sequence[Tensor], group: RankGroup, guard: Guard) -> list[Tensor]:
@@ -164,14 +230,22 @@ def _sketches(jobs: Sequence[RefreshJob], rows: Sequence[Tensor], group: RankGro
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _orthonormal(jobs: Sequence[RefreshJob], blocks: Sequence[Tensor], group: RankGroup, guard: Guard) -> list[Tensor]:
+def _orthonormal(
+    jobs: Sequence[RefreshJob], blocks: Sequence[Tensor], owners: Owners, group: RankGroup, guard: Guard
+) -> list[Tensor]:
     """Orthonormal columns with the blocks' ranges; a block that is zero stays so."""
-    found = _leading(jobs, blocks, group, guard, full=True)
+    found = _leading(jobs, blocks, owners, group, guard, full=True)
     return [torch.zeros_like(block) if each is None else each for each, block in zip(found, blocks, strict=True)]
 
 
 def _leading(
-    jobs: Sequence[RefreshJob], blocks: Sequence[Tensor], group: RankGroup, guard: Guard, *, full: bool = False
+    jobs: Sequence[RefreshJob],
+    blocks: Sequence[Tensor],
+    owners: Owners,
+    group: RankGroup,
+    guard: Guard,
+    *,
+    full: bool = False,
 ) -> list[Tensor | None]:
     ranks = [block.shape[1] if full else job.matrix.rank for job, block in zip(jobs, blocks, strict=True)]
 
@@ -182,13 +256,14 @@ def _leading(
         jobs,
         [(block.shape[0], rank) for block, rank in zip(blocks, ranks, strict=True)],
         [work(block, rank) for block, rank in zip(blocks, ranks, strict=True)],
+        owners,
         group,
         guard,
     )
 
 
 def _left_bases(
-    jobs: Sequence[RefreshJob], rows: Sequence[Tensor], group: RankGroup, guard: Guard
+    jobs: Sequence[RefreshJob], rows: Sequence[Tensor], owners: Owners, group: RankGroup, guard: Guard
 ) -> list[Tensor | None]:
     """Bases of the ranges of ``Y``, of which every rank holds the touched rows."""
     wholes = []
@@ -200,14 +275,15 @@ def _left_bases(
             begin, end = counted[0], counted[-1] + 1
             with guard:
                 whole[layout.local.first_row + begin : layout.local.first_row + end] = block[begin:end]
-        wholes.append(group.reduce(whole, _owner(job.matrix)))
-    return _leading(jobs, wholes, group, guard)
+        wholes.append(group.reduce(whole, owners[job.matrix.index]))
+    return _leading(jobs, wholes, owners, group, guard)
 
 
 def _by_owners(
     jobs: Sequence[RefreshJob],
     shapes: Sequence[tuple[int, int]],
     work: Sequence[Callable[[], Tensor | None]],
+    owners: Owners,
     group: RankGroup,
     guard: Guard,
 ) -> list[Tensor | None]:
@@ -218,7 +294,7 @@ def _by_owners(
     messages = []
     for job, (rows, columns), solve in zip(jobs, shapes, work, strict=True):
         message = job.grad.new_zeros(1 + rows * columns)
-        if group.rank == _owner(job.matrix) and guard.ok:
+        if group.rank == owners[job.matrix.index] and guard.ok:
             with guard:
                 result = solve()
                 if result is not None:
@@ -227,6 +303,6 @@ def _by_owners(
         messages.append(message)
     results: list[Tensor | None] = []
     for job, (rows, columns), message in zip(jobs, shapes, messages, strict=True):
-        received = group.broadcast(message, _owner(job.matrix))
+        received = group.broadcast(message, owners[job.matrix.index])
         results.append(received[1:].view(rows, columns) if received[0] else None)
     return results

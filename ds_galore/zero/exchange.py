@@ -129,8 +129,8 @@ class CutRowExchange:
         rounds = [self._swap, *self._upward, *self._downward]
         return sum(len(keys) for each in rounds for keys in each.sends.values())
 
-    def run(self, group: Exchanger, rows: Sequence[Tensor]) -> None:
-        """Turn partial rows into sums.
+    def run(self, group: Exchanger, rows: Sequence[Tensor], *, maximum: bool = False) -> None:
+        """Turn partial rows into sums, or into the largest of each element.
 
         Parameters
         ----------
@@ -139,16 +139,24 @@ class CutRowExchange:
         rows
             For each matrix what :meth:`.FlatSlice.project` returned, ``(num_rows, r)``, r as on the other ranks;
             the cut rows are overwritten with their sums.
+        maximum
+            Whether the largest is wanted instead of the sum.
         """
+
+        def merge(matrix: int, index: int, part: Tensor) -> None:
+            own = rows[matrix][index]
+            # Of two terms both sides get the same bits in either order.
+            rows[matrix][index] = torch.maximum(own, part) if maximum else own + part
+
         received = self._run_round(group, self._swap, rows)
         for peer, keys in self._swap.receives.items():
             for (matrix, index), part in zip(keys, received[peer], strict=True):
-                rows[matrix][index] += part  # two terms: both sides get the same bits in either order
+                merge(matrix, index, part)
         for each in self._upward:
             received = self._run_round(group, each, rows)
             for peer in sorted(each.receives):
                 for (matrix, index), part in zip(each.receives[peer], received[peer], strict=True):
-                    rows[matrix][index] += part
+                    merge(matrix, index, part)
         for each in self._downward:
             received = self._run_round(group, each, rows)
             for peer, keys in each.receives.items():

@@ -204,6 +204,64 @@ class FlatSlice:
         if tail is not None:
             tail.addmv_(basis[: tail.numel()], rows[-1], alpha=alpha, beta=beta)
 
+    def row_squares(self, flat: Tensor) -> Tensor:
+        """This slice's share of the squared norms of the rows it touches, ``(num_rows,)``; ``flat`` is ``(numel,)``."""
+        head, body, tail = self._parts(flat)
+        out = flat.new_empty(self.num_rows)
+        first, last = int(head is not None), self.num_rows - int(tail is not None)
+        if last > first:
+            torch.linalg.vector_norm(body, dim=1, out=out[first:last])
+        if head is not None:
+            out[0] = torch.linalg.vector_norm(head)
+        if tail is not None:
+            out[-1] = torch.linalg.vector_norm(tail)
+        return out.square_()
+
+    def column_squares(self, flat: Tensor) -> Tensor:
+        """This slice's share of the squared norms of all columns, ``(n,)``; ``flat`` is ``(numel,)``."""
+        head, body, tail = self._parts(flat)
+        out = torch.linalg.vector_norm(body, dim=0).square_() if body.shape[0] else flat.new_zeros(self.shape[1])
+        if head is not None:
+            begin, end = self._head_columns()
+            out[begin:end] += head.square()
+        if tail is not None:
+            out[: tail.numel()] += tail.square()
+        return out
+
+    def add_scaled(
+        self, flat: Tensor, other: Tensor, *, alpha: float, rows: Tensor | None = None, columns: Tensor | None = None
+    ) -> None:
+        """``W += alpha diag(rows) G``, or ``W += alpha G diag(columns)``, in place on this slice.
+
+        Parameters
+        ----------
+        flat, other
+            The slices of ``W``, changed in place, and ``G``, ``(numel,)`` each.
+        rows, columns
+            One of them: factors of the touched rows, ``(num_rows,)``, or of all columns, ``(n,)``.
+        """
+        for part, addend, factors in zip(
+            self._parts(flat), self._parts(other), self._factors(rows, columns), strict=True
+        ):
+            if part is not None and addend is not None:
+                part.addcmul_(addend, factors, value=alpha)
+
+    def multiply(self, flat: Tensor, *, rows: Tensor | None = None, columns: Tensor | None = None) -> None:
+        """``W <- diag(rows) W``, or ``W diag(columns)``, in place; the arguments are those of :meth:`add_scaled`."""
+        for part, factors in zip(self._parts(flat), self._factors(rows, columns), strict=True):
+            if part is not None:
+                part.mul_(factors)
+
+    def _factors(self, rows: Tensor | None, columns: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """What the head, the body and the tail are multiplied by, element by element."""
+        if rows is not None:
+            first, last = int(self.head is not None), self.num_rows - int(self.tail is not None)
+            return rows[:1], rows[first:last].unsqueeze(1), rows[-1:]
+        assert columns is not None
+        begin, end = self.head if self.head is not None else (0, 0)
+        tail = self.tail
+        return columns[begin:end], columns, columns[: 0 if tail is None else tail[1]]
+
     def rowwise(self, rows: Tensor, matrix: Tensor) -> Tensor:
         """``A C`` for the touched rows of ``A``, with partial rows multiplied one by one.
 

@@ -1,0 +1,118 @@
+"""Moving the walks of many parameters through a step together, so that what they ask for travels together.
+
+Imports torch and its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ds_galore.optim.matrices import Matrix, Side
+from ds_galore.optim.updates import Request, Update, Walk
+from ds_galore.zero.exchange import CutRowExchange
+from ds_galore.zero.group import Guard, RankGroup
+from ds_galore.zero.layout import MatrixLayout
+
+__all__ = ["Traveller", "drive"]
+
+
+@dataclass
+class Traveller:
+    """One parameter's walk.
+
+    Parameters
+    ----------
+    walk
+        Begins the walk.
+    requests
+        What it will ask for; of the same kinds for all that are driven together.
+    matrix
+        Where it is projected, as what.
+    layout
+        Of the rows that ``cut`` and ``cut_max`` are about.
+    """
+
+    walk: Callable[[], Walk]
+    requests: Sequence[Request]
+    matrix: Matrix | None = None
+    layout: MatrixLayout | None = None
+
+
+def drive(
+    travellers: Sequence[Traveller], side: Side | None, group: RankGroup, guard: Guard, like: Tensor
+) -> list[Update]:
+    """Let every walk arrive. Collective: the same parameters in the same order on all ranks.
+
+    Parameters
+    ----------
+    travellers
+        The walks.
+    side
+        Of the projected matrices, all of one side.
+    like
+        A tensor of the dtype and on the device that is computed in.
+
+    Returns
+    -------
+    list of Update
+        Where each arrived; empty once this rank has failed, which the next vote tells.
+    """
+    if not travellers:
+        return []
+    nothing: list[Walk] = []
+    walks = guard.run(lambda: [each.walk() for each in travellers], lambda: nothing)
+    replies: list[Tensor] = []
+    for index, first in enumerate(travellers[0].requests):
+        shapes = [each.requests[index].shape for each in travellers]
+        shares = guard.run(lambda: _advance(walks, replies), lambda: [like.new_zeros(s) for s in shapes])  # noqa: B023
+        replies = _exchange(first.kind, travellers, shares, side, group, guard)
+
+    def arrive() -> list[Update]:
+        found = []
+        for number, walk in enumerate(walks):
+            try:
+                walk.send(replies[number]) if replies else next(walk)
+            except StopIteration as end:
+                found.append(end.value)
+            else:
+                raise AssertionError("a rule asks for more than it announced")
+        return found
+
+    return guard.run(arrive, list)
+
+
+def _advance(walks: Sequence[Walk], replies: Sequence[Tensor]) -> list[Tensor]:
+    return [walk.send(replies[number]) if replies else next(walk) for number, walk in enumerate(walks)]
+
+
+def _exchange(
+    kind: str, travellers: Sequence[Traveller], shares: list[Tensor], side: Side | None, group: RankGroup, guard: Guard
+) -> list[Tensor]:
+    if group.world_size == 1:
+        return shares
+    if kind == "sum":
+        sizes = [share.numel() for share in shares]
+        packed = guard.run(lambda: torch.cat(shares), lambda: shares[0].new_zeros(sum(sizes)))
+        return list(torch.split(group.all_reduce(packed), sizes))
+    if kind == "spread":
+        matrices = [each.matrix for each in travellers if each.matrix is not None]
+        assert side is not None
+        return side.spread(matrices, shares, group, guard)
+    chosen = [number for number, each in enumerate(travellers) if each.layout is not None]
+    if chosen:
+        layouts = tuple(layout for each in travellers if (layout := each.layout) is not None)
+        rows = [shares[number].contiguous() for number in chosen]
+        _cut_rows(layouts).run(group, rows, maximum=kind == "cut_max")
+        for number, block in zip(chosen, rows, strict=True):
+            shares[number] = block
+    return shares
+
+
+@lru_cache(maxsize=256)
+def _cut_rows(layouts: tuple[MatrixLayout, ...]) -> CutRowExchange:
+    return CutRowExchange(layouts)
