@@ -1,0 +1,116 @@
+"""Every update rule against the public implementation of its paper, on the same gradients and projections."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import ds_galore
+from ds_galore.optim import matrices
+
+SHAPES = [(24, 16), (16, 24), (20, 20)]
+GALORE = {"rank": 4, "update_proj_gap": 5, "scale": 0.25, "proj_type": "std"}
+FAITHFUL = {"refresh": "svd", "stagger_refresh": False, "reproject_moments": False}
+
+
+def gradients(steps: int) -> list[list[Tensor]]:
+    """By step and matrix, a gradient with a few strong directions; the last two are an embedding's and a norm's."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for step in range(steps):
+        own = []
+        for rows, columns in SHAPES:
+            left, right = torch.randn(rows, 6, generator=generator), torch.randn(6, columns, generator=generator)
+            noise = torch.randn(rows, columns, generator=generator)
+            own.append((1.0 + 0.1 * step) * (left @ right + 0.3 * noise))
+        found.append([*own, torch.randn(40, 12, generator=generator), torch.randn(12, generator=generator)])
+    return found
+
+
+def weights() -> list[Parameter]:
+    generator = torch.Generator().manual_seed(4)
+    return [Parameter(torch.randn(*shape, generator=generator)) for shape in [*SHAPES, (40, 12), (12,)]]
+
+
+def run(optimizer: torch.optim.Optimizer, parameters: list[Parameter], steps: int = 17) -> list[Tensor]:
+    for grads in gradients(steps):
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad.clone()
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def groups(parameters: list[Parameter], galore: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"params": parameters[:3], **galore}, {"params": parameters[3:]}]
+
+
+def compare(found: list[Tensor], expected: list[Tensor], tolerance: float = 2e-5) -> None:
+    moved = weights()
+    for ours, theirs, before in zip(found, expected, moved, strict=True):
+        change = (theirs - before.detach()).norm()
+        assert change > 1e-3, "the reference did nothing"
+        assert (ours - theirs).norm() / change < tolerance
+
+
+@pytest.mark.parametrize("proj_type", ["std", "reverse_std", "right", "left"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr": 1e-2, "weight_decay": 0.1},
+        {"lr": 1e-2, "beta1": 0.9, "clip_threshold": 0.3, "scale_parameter": True},
+        {"relative_step": True, "scale_parameter": True, "decay_rate": -0.7},
+        {"relative_step": True, "warmup_init": True, "scale_parameter": True, "eps": (1e-20, 50.0)},
+    ],
+)
+def test_adafactor_is_galore_torchs(proj_type, settings):
+    from galore_torch import GaLoreAdafactor as Reference
+
+    galore = {**GALORE, "proj_type": proj_type}
+    theirs = weights()
+    plain = {"scale_parameter": False, "relative_step": False, **settings}
+    expected = run(Reference(groups(theirs, galore), **{"lr": None, **plain}), theirs)
+    ours = weights()
+    compare(run(ds_galore.GaLoreAdafactor(groups(ours, galore), **settings, **FAITHFUL), ours), expected)
+
+
+@pytest.mark.parametrize(("scaling", "rank", "scale"), [("channel", 4, 1.0), ("channel", 4, 0.5), ("tensor", 1, 128.0)])
+def test_apollo_is_apollo_torchs_with_the_same_projection(monkeypatch, scaling, rank, scale):
+    """apollo-torch takes the square of the factor as ``scale``, and raises for other sides than ``std``."""
+    from apollo_torch import APOLLOAdamW as Reference
+
+    own = {"proj": "random", "scale_type": scaling, "scale": scale, "update_proj_gap": 200, "proj_type": "std"}
+    theirs = weights()
+    settings = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.99)}
+    reference = Reference(groups(theirs, {**own, "rank": rank}), **settings)
+    expected = run(reference, theirs)
+    projections = [reference.state[parameter]["projector"].ortho_matrix for parameter in theirs[:3]]
+
+    def projection(matrix: matrices.Matrix, rows: int, draw: int, like: Tensor) -> Tensor:
+        assert draw == 0
+        found = projections[matrix.number]
+        return found if found.shape == (rows, rank) else found.t()
+
+    monkeypatch.setattr(matrices, "random_basis", projection)
+    ours = weights()
+    galore = {"rank": rank, "update_proj_gap": 200, "proj_type": "std", "scale": math.sqrt(scale)}
+    compare(run(ds_galore.APOLLOAdamW(groups(ours, galore), scaling=scaling, **settings), ours), expected)
+
+
+@pytest.mark.parametrize("proj_type", ["std", "reverse_std", "right", "left"])
+def test_fira_is_firas(proj_type):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import fira
+    theirs = weights()
+    own = {"rank": 4, "update_proj_gap": 5, "alpha": 1.0, "proj_type": proj_type}
+    settings = {"lr": 1e-2, "weight_decay": 0.1}
+    expected = run(fira.FiraAdamW(groups(theirs, own), no_deprecation_warning=True, **settings), theirs)
+    ours = weights()
+    galore = {"rank": 4, "update_proj_gap": 5, "scale": 1.0, "proj_type": proj_type}
+    compare(run(ds_galore.FiraAdamW(groups(ours, galore), **settings, **FAITHFUL), ours), expected, 1e-4)
