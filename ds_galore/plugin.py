@@ -1,8 +1,9 @@
 """``enable()``: the only place that registers anything in DeepSpeed.
 
 DeepSpeed looks an optimizer type that it does not know up in ``torch.optim``. A parameter there has no name, so the
-engine's method that builds the optimizer is wrapped to hand ours the model; the one that checks an engine's
-configuration is wrapped to refuse mistakes before anything is built. Seen in DeepSpeed 0.19.8.
+engine's method that builds the optimizer is wrapped to hand ours the model, and the one around it to tell ours, or the
+user's of our kind, which of DeepSpeed's optimizers holds it. Those that check an engine's configuration are wrapped to
+refuse mistakes before anything is built. Seen in DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ds_galore.optim.galore import GaLoreAdamW
 __all__ = ["check_deepspeed_config", "enable"]
 
 _OPTIMIZERS: dict[str, type[GaLoreAdamW]] = {"GaLoreAdamW": GaLoreAdamW}
+_KINDS = tuple(_OPTIMIZERS.values())
 _MARK = "_ds_galore_wrapped"
 
 
@@ -42,6 +44,8 @@ def enable() -> None:
         setattr(torch.optim, name, optimizer)
     _wrap(DeepSpeedEngine, "_do_sanity_check", _checked)
     _wrap(DeepSpeedEngine, "_configure_basic_optimizer", _built_with_model)
+    _wrap(DeepSpeedEngine, "_do_optimizer_sanity_check", _checked_when_built)
+    _wrap(DeepSpeedEngine, "_configure_optimizer", _attached)
     _wrap(DeepSpeedEngine, "_configure_checkpointing", _with_checkpoints)
 
 
@@ -62,6 +66,22 @@ def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
 def _checked(original: Callable[..., Any], engine: Any) -> Any:
     check_deepspeed_config(engine._config._param_dict, client_optimizer=engine.client_optimizer)
     return original(engine)
+
+
+def _checked_when_built(original: Callable[..., Any], engine: Any, basic_optimizer: Any) -> Any:
+    """Check for an optimizer that the user's function has built, which :func:`_checked` has not seen yet."""
+    if isinstance(basic_optimizer, _KINDS) and basic_optimizer is not engine.client_optimizer:
+        check_deepspeed_config(engine._config._param_dict, client_optimizer=basic_optimizer)
+    return original(engine, basic_optimizer)
+
+
+def _attached(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """Tell an optimizer of ours which of DeepSpeed's holds it: its tensors lead there at stage 3 only."""
+    result = original(engine, *args, **kwargs)
+    basic: Any = engine.basic_optimizer
+    if isinstance(basic, _KINDS):
+        basic.attach(engine.optimizer)
+    return result
 
 
 def _built_with_model(original: Callable[..., Any], engine: Any, model_parameters: Any) -> Any:
@@ -153,7 +173,7 @@ def check_deepspeed_config(config: dict[str, Any], *, client_optimizer: Any = No
         for name, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
     ]
-    if isinstance(client_optimizer, tuple(_OPTIMIZERS.values())):
+    if isinstance(client_optimizer, _KINDS):
         name = next(name for name, kind in _OPTIMIZERS.items() if isinstance(client_optimizer, kind))
         config = {**config, "optimizer": {"type": name, "params": {}}}  # its own parameters are checked already
     check_config(config, [*DEEPSPEED_OPTIMIZERS, *(name for name in torch_optimizers if name not in GALORE_OPTIMIZERS)])
