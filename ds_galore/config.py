@@ -476,7 +476,11 @@ def _check_precision(config: Mapping[str, Any], kind: str, stage: int) -> None:
         _refuse("fp16.fp16_master_weights_and_grads", True, f"DeepSpeed wants its own CPU-offloaded Adam, not {kind}")
     autocast = section(config, "torch_autocast")
     if stage and autocast.get("enabled") and autocast.get("dtype") in ("float16", "fp16"):
-        _refuse("torch_autocast.dtype", autocast["dtype"], "under ZeRO DeepSpeed takes no step with it; use bfloat16")
+        _refuse(
+            "torch_autocast.dtype",
+            autocast["dtype"],
+            "at stage 3 DeepSpeed takes no step with it, and at 1 and 2 ranks skip steps each for itself; use bfloat16",
+        )
 
 
 def resolve_auto(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ds_galore.config import GALORE_OPTIMIZERS, DsGaloreConfig, check_config, nearest, section, validate
-from ds_galore.errors import ConfigError
+from ds_galore.errors import BindingError, ConfigError
 from ds_galore.optim.galore import GaLoreAdamW
 
 __all__ = ["check_deepspeed_config", "enable"]
@@ -81,7 +81,43 @@ def _attached(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: A
     basic: Any = engine.basic_optimizer
     if isinstance(basic, _KINDS):
         basic.attach(engine.optimizer)
+        if hasattr(engine.optimizer, "real_dp_process_group"):
+            _refuse_full_states(engine.optimizer, type(basic).__name__)
     return result
+
+
+def _refuse_full_states(holder: Any, kind: str) -> None:
+    """See that all ranks refuse the full optimizer state of a parameter at stages 1 and 2.
+
+    DeepSpeed 0.19.8 asks the fragment that a rank holds, which knows no low-rank state and raises; ranks that hold
+    nothing of the parameter would wait in an all-reduce. It links parameters anew after a load.
+    """
+    link = holder._link_all_hp_params
+
+    def refusing(method: Callable[..., Any], position: int) -> Callable[..., Any]:
+        def full(*args: Any, **kwargs: Any) -> Any:
+            key = kwargs.get("optim_state_key", args[position] if len(args) > position else None)
+            if key is not None:
+                raise BindingError(
+                    f"{key!r} of a whole parameter does not exist: {kind} keeps low-rank states, by parameter name, in"
+                    " optimizer.state; DeepSpeed's functions for full optimizer states do not work with it"
+                )
+            return method(*args, **kwargs)
+
+        return full
+
+    def refuse() -> None:
+        for group in getattr(holder, "bit16_groups", None) or holder.bf16_groups:
+            for parameter in group:
+                parameter.get_full_hp_param = refusing(parameter.get_full_hp_param, 0)
+                parameter.set_full_hp_param = refusing(parameter.set_full_hp_param, 1)
+
+    def link_all_hp_params() -> None:
+        link()
+        refuse()
+
+    holder._link_all_hp_params = link_all_hp_params
+    refuse()
 
 
 def _built_with_model(original: Callable[..., Any], engine: Any, model_parameters: Any) -> Any:
