@@ -372,11 +372,9 @@ def _check_zero(config: Mapping[str, Any], kind: str) -> None:
     """Refuse the ZeRO features with which our optimizers do not work."""
     zero = section(config, "zero_optimization")
     stage = zero.get("stage", 0)
-    if stage not in (0, 3):
-        _refuse("zero_optimization.stage", stage, f"{kind} supports stage 3, and 0 in fp32, so far")
-    precisions = [key for key in ("fp16", "bf16") if section(config, key).get("enabled") not in (None, False, "auto")]
-    if stage == 0 and precisions:
-        _refuse(f"{precisions[0]}.enabled", True, f"without ZeRO {kind} supports fp32 only so far; use stage 3")
+    if stage not in (0, 1, 2, 3):
+        _refuse("zero_optimization.stage", stage, f"{kind} supports the stages 0, 1, 2 and 3")
+    _check_precision(config, kind, stage)
     if stage == 0:
         return
     if config.get("zero_allow_untested_optimizer") is not True:
@@ -393,18 +391,37 @@ def _check_zero(config: Mapping[str, Any], kind: str) -> None:
         _refuse("zero_optimization.offload_optimizer.ratio", offload["ratio"], f"{kind} is offloaded whole (1) or not")
     if offload.get("super_offload"):
         _refuse("zero_optimization.offload_optimizer.super_offload", True, f"{kind} does not support it")
-    if offload.get("device") == "cpu" and section(config, "bf16").get("bf16_master_weights_and_grads"):
-        _refuse(
-            "bf16.bf16_master_weights_and_grads", True, "with a CPU-offloaded optimizer DeepSpeed wants its own Adam"
-        )
-    for key, neutral in (("elastic_checkpoint", False), ("zenflow", None), ("zero_hpz_partition_size", 1)):
+    for key, neutral in (("elastic_checkpoint", False), ("zenflow", None)):
         if zero.get(key, neutral) not in (neutral, None, False):
             _refuse(f"zero_optimization.{key}", zero[key], f"{kind} does not support it; use {json.dumps(neutral)}")
     if section(config, "checkpoint").get("load_universal"):
         _refuse("checkpoint.load_universal", True, f"universal checkpoints have no place for {kind}'s low-rank states")
+
+
+def _check_precision(config: Mapping[str, Any], kind: str, stage: int) -> None:
+    """Refuse combinations of dtypes that DeepSpeed keeps for its own Adam, or would ignore."""
+    masters, states = "bf16_master_weights_and_grads", "bf16_optimizer_states"
+    bf16 = section(config, "bf16")
+    if bf16.get(masters):
+        if stage == 0:
+            _refuse(
+                f"bf16.{masters}", True, "without ZeRO DeepSpeed ignores it and keeps fp32 masters; use stage 1 to 3"
+            )
+        if section(config, "zero_optimization", "offload_optimizer").get("device") == "cpu":
+            _refuse(f"bf16.{masters}", True, "with a CPU-offloaded optimizer DeepSpeed wants its own Adam")
+        if not bf16.get(states):
+            _refuse(f"bf16.{states}", bf16.get(states, False), f"beside bf16.{masters} DeepSpeed wants true here")
+        if stage == 1 and section(config, "data_types").get("grad_accum_dtype") in ("fp32", "float32"):
+            _refuse(f"bf16.{masters}", True, "with fp32 accumulation at stage 1 DeepSpeed ignores it; use stage 2")
+    if section(config, "fp16").get("fp16_master_weights_and_grads"):
+        _refuse("fp16.fp16_master_weights_and_grads", True, f"DeepSpeed wants its own CPU-offloaded Adam, not {kind}")
     autocast = section(config, "torch_autocast")
-    if autocast.get("enabled") and autocast.get("dtype") in ("float16", "fp16"):
-        _refuse("torch_autocast.dtype", autocast["dtype"], "under ZeRO-3 DeepSpeed takes no step with it; use bfloat16")
+    if stage and autocast.get("enabled") and autocast.get("dtype") in ("float16", "fp16"):
+        _refuse(
+            "torch_autocast.dtype",
+            autocast["dtype"],
+            "at stage 3 DeepSpeed takes no step with it, and at 1 and 2 ranks skip steps each for itself; use bfloat16",
+        )
 
 
 def resolve_auto(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """``enable()``: the only place that registers anything in DeepSpeed.
 
 DeepSpeed looks an optimizer type that it does not know up in ``torch.optim``. A parameter there has no name, so the
-engine's method that builds the optimizer is wrapped to hand ours the model; the one that checks an engine's
-configuration is wrapped to refuse mistakes before anything is built. Seen in DeepSpeed 0.19.8.
+engine's method that builds the optimizer is wrapped to hand ours the model, and the one around it to tell ours, or the
+user's of our kind, which of DeepSpeed's optimizers holds it. Those that check an engine's configuration are wrapped to
+refuse mistakes before anything is built. Seen in DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from ds_galore.config import GALORE_OPTIMIZERS, DsGaloreConfig, check_config, nearest, section, validate
-from ds_galore.errors import ConfigError
+from ds_galore.errors import BindingError, ConfigError
 from ds_galore.optim import galore
 from ds_galore.optim.optimizer import LowRankOptimizer
 from ds_galore.parameters import ALIASES, OPTIMIZERS
@@ -48,6 +49,8 @@ def enable() -> None:
         setattr(torch.optim, name, _OPTIMIZERS[name])
     _wrap(DeepSpeedEngine, "_do_sanity_check", _checked)
     _wrap(DeepSpeedEngine, "_configure_basic_optimizer", _built_with_model)
+    _wrap(DeepSpeedEngine, "_do_optimizer_sanity_check", _checked_when_built)
+    _wrap(DeepSpeedEngine, "_configure_optimizer", _attached)
     _wrap(DeepSpeedEngine, "_configure_checkpointing", _with_checkpoints)
 
 
@@ -68,6 +71,58 @@ def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
 def _checked(original: Callable[..., Any], engine: Any) -> Any:
     check_deepspeed_config(engine._config._param_dict, client_optimizer=engine.client_optimizer)
     return original(engine)
+
+
+def _checked_when_built(original: Callable[..., Any], engine: Any, basic_optimizer: Any) -> Any:
+    """Check for an optimizer that the user's function has built, which :func:`_checked` has not seen yet."""
+    if isinstance(basic_optimizer, LowRankOptimizer) and basic_optimizer is not engine.client_optimizer:
+        check_deepspeed_config(engine._config._param_dict, client_optimizer=basic_optimizer)
+    return original(engine, basic_optimizer)
+
+
+def _attached(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """Tell an optimizer of ours which of DeepSpeed's holds it: its tensors lead there at stage 3 only."""
+    result = original(engine, *args, **kwargs)
+    basic: Any = engine.basic_optimizer
+    if isinstance(basic, LowRankOptimizer):
+        basic.attach(engine.optimizer)
+        if hasattr(engine.optimizer, "real_dp_process_group"):
+            _refuse_full_states(engine.optimizer, type(basic).__name__)
+    return result
+
+
+def _refuse_full_states(holder: Any, kind: str) -> None:
+    """See that all ranks refuse the full optimizer state of a parameter at stages 1 and 2.
+
+    DeepSpeed 0.19.8 asks the fragment that a rank holds, which knows no low-rank state and raises; ranks that hold
+    nothing of the parameter would wait in an all-reduce. It links parameters anew after a load.
+    """
+    link = holder._link_all_hp_params
+
+    def refusing(method: Callable[..., Any], position: int) -> Callable[..., Any]:
+        def full(*args: Any, **kwargs: Any) -> Any:
+            key = kwargs.get("optim_state_key", args[position] if len(args) > position else None)
+            if key is not None:
+                raise BindingError(
+                    f"{key!r} of a whole parameter does not exist: {kind} keeps low-rank states, by parameter name, in"
+                    " optimizer.state; DeepSpeed's functions for full optimizer states do not work with it"
+                )
+            return method(*args, **kwargs)
+
+        return full
+
+    def refuse() -> None:
+        for group in getattr(holder, "bit16_groups", None) or holder.bf16_groups:
+            for parameter in group:
+                parameter.get_full_hp_param = refusing(parameter.get_full_hp_param, 0)
+                parameter.set_full_hp_param = refusing(parameter.set_full_hp_param, 1)
+
+    def link_all_hp_params() -> None:
+        link()
+        refuse()
+
+    holder._link_all_hp_params = link_all_hp_params
+    refuse()
 
 
 def _built_with_model(original: Callable[..., Any], engine: Any, model_parameters: Any) -> Any:

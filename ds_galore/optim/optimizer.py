@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, cast, overload
 
@@ -26,7 +27,7 @@ from ds_galore.optim.step import FlatStep
 from ds_galore.optim.updates import Rule
 from ds_galore.parameters import LowRankParameters
 from ds_galore.tools.memory import ParameterPlan
-from ds_galore.zero.binding import bind_whole, bind_zero3
+from ds_galore.zero.binding import bind, bind_whole, is_linked
 from ds_galore.zero.layout import matrix_shape
 
 __all__ = ["LowRankOptimizer"]
@@ -100,6 +101,7 @@ class LowRankOptimizer(Optimizer):
         self._rule = self.rule_type(self._parameters)
         self._decisions = decide(self.param_groups, own_rank, described, self._parameters, self._rule)
         self._plans: dict[Tensor, FlatPlan] = {}
+        self._holder: Callable[[], object] = lambda: None
         self._said: set[str] = set()
         self._failed = False
         if self._decisions.ignored:
@@ -122,6 +124,10 @@ class LowRankOptimizer(Optimizer):
             raise ConfigError("add_param_group: a low-rank optimizer takes all its parameters when it is built")
         super().add_param_group(param_group)
         self.param_groups[-1]["configured_lr"] = self.param_groups[-1]["lr"]
+
+    def attach(self, holder: object) -> None:
+        """Be told by which of DeepSpeed's optimizers this one is wrapped, ``engine.optimizer``; kept weakly."""
+        self._holder = weakref.ref(holder)
 
     # ------------------------------------------------------------------ what it does, for tables and tests
 
@@ -231,6 +237,8 @@ class LowRankOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._is_rehearsal():
+            return loss
         self._failed = True
         for group in self.param_groups:
             for tensor in group["params"]:
@@ -251,17 +259,27 @@ class LowRankOptimizer(Optimizer):
         self._failed = False
         return loss
 
+    def _is_rehearsal(self) -> bool:
+        """Whether this is the step that DeepSpeed's FP16_UnfusedOptimizer takes while it is built.
+
+        It is meant to create state: all gradients are zero, and nobody knows yet what the tensors are. State is created
+        in the first true step; decay and counters must not see this one.
+        """
+        if self._holder() is not None or self._plans:
+            return False
+        own = self._decisions.by_parameter
+        tensors = [tensor for group in self.param_groups for tensor in group["params"] if tensor.grad is not None]
+        if not tensors or any(tensor in own for tensor in tensors) or is_linked(own):
+            return False
+        return not any(bool(tensor.grad.any()) for tensor in tensors if tensor.grad is not None)
+
     def _plan(self, tensor: Tensor, group: Mapping[str, Any]) -> FlatPlan:
         plan = self._plans.get(tensor)
         if plan is None:
             own = self._decisions.by_parameter
-            nested = tensor not in own
-            if nested:
-                binding = bind_zero3(tensor, cast("Iterable[Parameter]", own))
-            else:
-                binding = bind_whole(cast(Parameter, tensor))
+            binding = bind_whole(cast(Parameter, tensor)) if tensor in own else bind(tensor, own, self._holder())
             plan = self._plans[tensor] = self._decisions.plan(
-                binding, gap=group["update_proj_gap"], dtype=compute_dtype(tensor), nested=nested
+                binding, gap=group["update_proj_gap"], dtype=compute_dtype(tensor), nested=not binding.whole
             )
         return plan
 

@@ -1,8 +1,18 @@
 """From DeepSpeed's objects to matrices on flat slices.
 
-DeepSpeed builds an optimizer from the model's own parameters and later hands its ``step()`` flat tensors of its own.
-Every parameter leads back to DeepSpeed's ZeRO optimizer, which knows what it put where; this module asks it once and
-keeps integers, never views, because DeepSpeed replaces the storage when states are offloaded.
+DeepSpeed builds an optimizer from the model's own parameters and later hands its ``step()`` tensors of its own:
+
+=====================================  ==========================================================================
+stage 0, fp32                          the parameters themselves
+stage 0, bf16 and fp16                 fp32 copies of the parameters (``FP16_UnfusedOptimizer``)
+stages 1 and 2, ``BF16_Optimizer``     for each parameter group, this rank's equal part of the flattened group
+stage 3                                for each sub-group, this rank's equal parts of its parameters, in sequence
+=====================================  ==========================================================================
+
+The object that made them, here the *holder*, knows what it put where; this module asks it once and keeps integers,
+never views, because DeepSpeed replaces the storage when states are offloaded. At stage 3 every parameter leads to the
+holder; elsewhere :func:`ds_galore.enable` has the engine tell. What ``_hp_mapping`` says at stages 1 and 2 is not used:
+under ``round_robin_gradients`` it is wrong (DeepSpeed 0.19.8), and it tells nothing of other ranks.
 
 Reads attributes of DeepSpeed's objects (seen in 0.19.8) and imports torch alone, so that the optimizers also work
 where DeepSpeed is not installed.
@@ -10,6 +20,7 @@ where DeepSpeed is not installed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,19 +30,23 @@ from torch.nn import Parameter
 
 from ds_galore.errors import BindingError
 from ds_galore.zero.group import RankGroup
-from ds_galore.zero.layout import even_ranges
+from ds_galore.zero.layout import even_ranges, group_ranges
 
 __all__ = [
     "FlatBinding",
     "FlatParts",
     "Part",
     "Placement",
+    "bind",
     "bind_whole",
-    "bind_zero3",
     "flat_parts",
     "full_shape",
     "inner_optimizer",
+    "is_linked",
 ]
+
+#: Where the holders keep their flat tensors: stage 3, stages 1 and 2, BF16_Optimizer.
+_FLAT_TENSORS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +58,8 @@ class Placement:
     parameter
         The model's own parameter; only its identity is used.
     offset
-        Index in this rank's flat tensor at which the parameter's partition begins.
+        Index in this rank's flat tensor at which its range of the parameter begins; 0 where the range is empty and
+        DeepSpeed keeps no place for it.
     ranges
         By rank within the group, the range ``[start, stop)`` of the parameter's elements that it holds.
     """
@@ -65,11 +81,14 @@ class FlatBinding:
         Its parameters, in the order in which they lie there, which is the same on all ranks.
     names
         By position in ``placements``, the parameter's name in the model, or None where DeepSpeed does not tell.
+    whole
+        Whether it is one whole parameter, in its own shape, which every process has for itself.
     """
 
     group: RankGroup
     placements: tuple[Placement, ...]
     names: tuple[str | None, ...]
+    whole: bool = False
 
 
 def full_shape(parameter: Tensor) -> tuple[int, ...]:
@@ -79,54 +98,122 @@ def full_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def bind_whole(parameter: Parameter) -> FlatBinding:
-    """The binding of an ordinary parameter, which this process holds whole."""
-    numel = 1
-    for size in full_shape(parameter):
-        numel *= size
-    return FlatBinding(RankGroup(None), (Placement(parameter, 0, ((0, numel),)),), (None,))
+    """The binding of an ordinary parameter, or of a copy of it, which this process holds whole."""
+    numel = math.prod(full_shape(parameter))
+    return FlatBinding(RankGroup(None), (Placement(parameter, 0, ((0, numel),)),), (None,), whole=True)
 
 
-def bind_zero3(flat: Tensor, parameters: Iterable[Parameter]) -> FlatBinding:
-    """What a flat tensor of ZeRO stage 3 consists of.
+def is_linked(parameters: Iterable[Tensor]) -> bool:
+    """Whether one of DeepSpeed's ZeRO optimizers holds the parameters; it says so once it is built."""
+    return any(hasattr(each, "_z3_optimizer") or hasattr(each, "_hp_mapping") for each in parameters)
+
+
+def bind(flat: Tensor, parameters: Iterable[Tensor], holder: Any = None) -> FlatBinding:
+    """What a tensor consists of that DeepSpeed put into a parameter group in place of the parameters.
+
+    Nothing is sent. What is found, and whether it fails, depends on what is the same on all ranks.
 
     Parameters
     ----------
     flat
-        The tensor that DeepSpeed put into a parameter group: this rank's partitions of one sub-group, in sequence.
+        The tensor.
     parameters
         The parameters with which the optimizer was built.
+    holder
+        DeepSpeed's optimizer that wraps ours, ``engine.optimizer``; None where nobody told, which is enough at stage 3.
 
     Raises
     ------
     BindingError
-        If the tensor is none of DeepSpeed's stage-3 partitions, or belongs to a configuration that is not supported.
+        If the tensor is none of DeepSpeed's, or DeepSpeed lays out its partitions in a way that is not known here.
     """
-    zero: Any = None
-    for parameter in parameters:
-        zero = getattr(parameter, "_z3_optimizer", None)
-        if zero is not None:
-            break
-        if hasattr(parameter, "_hp_mapping"):
+    if holder is None:
+        parameters = list(parameters)
+        holder = next((z for each in parameters if (z := getattr(each, "_z3_optimizer", None)) is not None), None)
+        if holder is None and is_linked(parameters):
             raise BindingError(
-                "the parameters are partitioned by ZeRO stage 1 or 2 or by DeepSpeed's BF16_Optimizer, and ds_galore"
-                ' supports stage 3 and unpartitioned models so far: set "zero_optimization": {"stage": 3}'
+                "the parameters are partitioned by ZeRO stage 1 or 2, and the engine did not tell how: call"
+                " ds_galore.enable() before deepspeed.initialize"
             )
-    if zero is None:
-        raise BindingError(
-            "step() was given a tensor that is none of the parameters with which the optimizer was built, and they do"
-            " not belong to a ZeRO-3 engine; only DeepSpeed's ZeRO stage 3 and unpartitioned models are supported"
-        )
-    if getattr(zero, "zero_hpz_partition_size", 1) > 1:
-        raise BindingError(
-            f"zero_hpz_partition_size is {zero.zero_hpz_partition_size}; ds_galore does not support hpZ so far: use 1"
-        )
-    index = next((i for i, each in enumerate(zero.fp32_partitioned_groups_flat) if each is flat), None)
+        if holder is None:
+            raise BindingError(
+                "step() was given a tensor that is none of the parameters with which the optimizer was built; if it is"
+                " one of a DeepSpeed engine in bf16 or fp16, call ds_galore.enable() before deepspeed.initialize"
+            )
+    index = next((i for i, each in enumerate(_flats(holder)) if each is flat), None)
     if index is None:
-        raise BindingError("step() was given a tensor that is none of DeepSpeed's stage-3 partitions")
-    group = RankGroup(zero._get_sub_group_process_group(index))
+        raise BindingError(
+            f"step() was given a tensor that is none of those of DeepSpeed's {type(holder).__name__}: it belongs to"
+            " another engine, or this version of DeepSpeed keeps its tensors in another way"
+        )
+    return _bind_index(holder, index)
+
+
+def _flats(holder: Any) -> list[Tensor]:
+    """The tensors that a holder puts into the parameter groups, in order."""
+    for name in _FLAT_TENSORS:
+        if hasattr(holder, name):
+            return list(getattr(holder, name))
+    if hasattr(holder, "fp32_groups") and hasattr(holder, "fp16_groups"):
+        return [copied for group in holder.fp32_groups for copied in group]
+    raise BindingError(f"{type(holder).__name__}: its partitions are laid out in a way that ds_galore does not know")
+
+
+def _bind_index(holder: Any, index: int) -> FlatBinding:
+    if hasattr(holder, "fp32_partitioned_groups_flat"):
+        return _bind_sub_group(holder, index)
+    if hasattr(holder, "round_robin_bit16_offsets"):  # stages 1 and 2: in the order in which they lie there
+        offsets = zip(holder.round_robin_bit16_groups[index], holder.round_robin_bit16_offsets[index], strict=True)
+        return _bind_group(holder, index, holder.single_partition_of_fp32_groups[index].numel(), offsets)
+    if hasattr(holder, "fp32_groups_flat_partition"):  # BF16_Optimizer: stage 1 with fp32 accumulation
+        sequence, offset = [], 0
+        for parameter in holder.bf16_groups[index]:
+            sequence.append((parameter, offset))
+            offset += parameter.numel()
+        return _bind_group(holder, index, holder.fp32_groups_flat_partition[index].numel(), sequence)
+    return _bind_copy(holder, index)
+
+
+def _bind_copy(holder: Any, index: int) -> FlatBinding:
+    """Stage 0 in bf16 or fp16: an fp32 copy of a parameter."""
+    originals = [parameter for group in holder.fp16_groups for parameter in group]
+    copied = _flats(holder)
+    if [each.shape for each in originals] != [each.shape for each in copied]:
+        raise BindingError(f"{type(holder).__name__} keeps other fp32 copies than one of each of its parameters")
+    return bind_whole(originals[index])
+
+
+def _bind_group(holder: Any, index: int, partition_numel: int, offsets: Iterable[tuple[Parameter, int]]) -> FlatBinding:
+    """Stages 1 and 2: a parameter group in sequence, of which every rank holds an equal part."""
+    group = RankGroup(holder.real_dp_process_group[index])
+    begin, position = group.rank * partition_numel, 0
+    placements, names = [], []
+    for parameter, offset in offsets:
+        if offset < position:
+            raise BindingError(
+                f"DeepSpeed places a parameter at {offset} of parameter group {index}, where another one ends at"
+                f" {position}: this version of DeepSpeed lays out its partitions in another way"
+            )
+        position = offset + parameter.numel()
+        ranges = group_ranges(offset, parameter.numel(), partition_numel, group.world_size)
+        start, stop = ranges[group.rank]
+        placements.append(Placement(parameter, offset + start - begin if stop > start else 0, tuple(ranges)))
+        names.append(holder.param_names.get(parameter))
+    if position > partition_numel * group.world_size:
+        raise BindingError(
+            f"parameter group {index} holds {position} elements, more than {group.world_size} partitions of"
+            f" {partition_numel}: this version of DeepSpeed lays out its partitions in another way"
+        )
+    return FlatBinding(group, tuple(placements), tuple(names))
+
+
+def _bind_sub_group(holder: Any, index: int) -> FlatBinding:
+    """Stage 3: this rank's partitions of one sub-group's parameters, in sequence."""
+    flat = holder.fp32_partitioned_groups_flat[index]
+    group = RankGroup(holder._get_sub_group_process_group(index))
     placements, names, expected = [], [], 0
-    for parameter in zero.fp16_groups[index]:
-        sub_group, offset, partition_numel = zero.grad_position[zero.get_param_id(parameter)]
+    for parameter in holder.fp16_groups[index]:
+        sub_group, offset, partition_numel = holder.grad_position[holder.get_param_id(parameter)]
         if sub_group != index or offset != expected:
             raise BindingError(
                 f"DeepSpeed places a parameter of sub-group {index} at offset {offset} of sub-group {sub_group},"
@@ -135,7 +222,7 @@ def bind_zero3(flat: Tensor, parameters: Iterable[Parameter]) -> FlatBinding:
         expected += partition_numel
         ranges = even_ranges(parameter.ds_numel, partition_numel, group.world_size)
         placements.append(Placement(parameter, offset, tuple(ranges)))
-        names.append(zero.param_names.get(parameter))
+        names.append(holder.param_names.get(parameter))
     if expected != flat.numel():
         raise BindingError(f"sub-group {index} holds {flat.numel()} elements where its parameters need {expected}")
     return FlatBinding(group, tuple(placements), tuple(names))
@@ -197,54 +284,16 @@ def flat_parts(engine: Any) -> list[FlatParts]:
     BindingError
         If the optimizer lays out its partitions in a way that is not known here.
     """
-    zero = engine.optimizer
-    if hasattr(zero, "fp32_partitioned_groups_flat"):
-        return [_stage3_parts(zero, index) for index in range(len(zero.fp32_partitioned_groups_flat))]
-    if hasattr(zero, "round_robin_bit16_offsets"):  # stages 1 and 2; with the order of round_robin_gradients
-        return [
-            _split_parts(
-                engine,
-                index,
-                flat,
-                zip(zero.round_robin_bit16_groups[index], zero.round_robin_bit16_offsets[index], strict=True),
-                RankGroup(zero.real_dp_process_group[index]).rank * flat.numel(),
-            )
-            for index, flat in enumerate(zero.single_partition_of_fp32_groups)
-        ]
-    if hasattr(zero, "fp32_groups_flat_partition"):  # BF16_Optimizer: stage 1 with fp32 accumulation
-        found = []
-        for index, flat in enumerate(zero.fp32_groups_flat_partition):
-            offsets, offset = [], 0
-            for parameter in zero.bf16_groups[index]:
-                offsets.append((parameter, offset))
-                offset += parameter.numel()
-            rank = RankGroup(zero.real_dp_process_group[index]).rank
-            found.append(_split_parts(engine, index, flat, offsets, rank * flat.numel()))
-        return found
-    if engine.zero_optimization():
-        raise BindingError(f"{type(zero).__name__}: its partitions are laid out in a way that ds_galore does not know")
-    return []
-
-
-def _stage3_parts(zero: Any, index: int) -> FlatParts:
-    flat = zero.fp32_partitioned_groups_flat[index]
-    binding = bind_zero3(flat, zero.fp16_groups[index])
-    parts = []
-    for placement, name in zip(binding.placements, binding.names, strict=True):
-        start, stop = placement.ranges[binding.group.rank]
-        shape = full_shape(placement.parameter)
-        parts.append(Part(placement.parameter, str(name), shape, start, placement.offset, stop - start))
-    return FlatParts(flat, int(zero.sub_group_to_group_id[index]), tuple(parts))
-
-
-def _split_parts(
-    engine: Any, group: int, flat: Tensor, offsets: Iterable[tuple[Parameter, int]], begin: int
-) -> FlatParts:
-    """Parameters that lie in sequence in a group, of which the flat tensor is the range from ``begin`` on."""
-    parts = []
-    for parameter, offset in offsets:
-        start = min(max(begin - offset, 0), parameter.numel())
-        stop = min(max(begin + flat.numel() - offset, start), parameter.numel())
-        place = offset + start - begin if stop > start else 0
-        parts.append(Part(parameter, engine.param_names[parameter], tuple(parameter.shape), start, place, stop - start))
-    return FlatParts(flat, group, tuple(parts))
+    holder = engine.optimizer
+    if not engine.zero_optimization() and not any(hasattr(holder, name) for name in _FLAT_TENSORS):
+        return []
+    found = []
+    for index, flat in enumerate(_flats(holder)):
+        group = holder.sub_group_to_group_id[index] if hasattr(holder, "sub_group_to_group_id") else index
+        binding, parts = _bind_index(holder, index), []
+        for placement, name in zip(binding.placements, binding.names, strict=True):
+            start, stop = placement.ranges[binding.group.rank]
+            shape = full_shape(placement.parameter)
+            parts.append(Part(placement.parameter, str(name), shape, start, placement.offset, stop - start))
+        found.append(FlatParts(flat, int(group), tuple(parts)))
+    return found

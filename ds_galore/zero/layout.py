@@ -15,13 +15,14 @@ Pure arithmetic: imports torch alone; never talks to another rank.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["CutRow", "FlatSlice", "MatrixLayout", "even_ranges", "matrix_shape"]
+__all__ = ["CutRow", "FlatSlice", "MatrixLayout", "even_ranges", "group_ranges", "matrix_shape"]
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -49,6 +50,16 @@ def even_ranges(numel: int, partition_numel: int, world_size: int) -> list[tuple
         raise ValueError(f"{world_size} partitions of {partition_numel} elements cannot hold {numel} elements")
     starts = [min(k * partition_numel, numel) for k in range(world_size)]
     return [(start, min(start + partition_numel, numel)) for start in starts]
+
+
+def group_ranges(offset: int, numel: int, partition_numel: int, world_size: int) -> list[tuple[int, int]]:
+    """The ranges ``[start, stop)`` of a ZeRO-1/2 parameter that lies at ``offset`` of its flattened group.
+
+    Rank ``k`` holds the elements ``[k partition_numel, (k + 1) partition_numel)`` of the group, across the borders of
+    parameters.
+    """
+    edges = [min(max(k * partition_numel - offset, 0), numel) for k in range(world_size + 1)]
+    return list(itertools.pairwise(edges))
 
 
 @dataclass(frozen=True, slots=True)
