@@ -210,9 +210,10 @@ def validate(model: type[Model], values: Mapping[str, Any], *, where: str) -> Mo
     except ValidationError as error:
         lines = []
         for each in error.errors():
-            key = ".".join([where, *(str(part) for part in each["loc"])])
+            path = [str(part) for part in each["loc"] if not str(part).startswith("<")]  # tags of alternatives
+            key = ".".join([where, *path])
             if each["type"] == "extra_forbidden":
-                known = _fields(model, [str(part) for part in each["loc"][:-1]])
+                known = _fields(model, path[:-1])
                 lines.append(f"{key}: unknown key{nearest(str(each['loc'][-1]), known)}")
             elif each["type"] == "value_error":  # of a whole section
                 lines.append(f"{key}: {each['ctx']['error']}")
@@ -226,12 +227,17 @@ def _fields(model: type[BaseModel], path: list[str]) -> Iterable[str]:
     """The keys of the section at ``path`` in a model."""
     for name in path:
         field = next((each for key, each in model.model_fields.items() if name in (key, each.alias)), None)
-        inner = (get_args(field.annotation) or (field.annotation,)) if field is not None else ()
-        found = [each for each in inner if isinstance(each, type) and issubclass(each, BaseModel)]
+        found = [] if field is None else _models_in(field.annotation)
         if not found:
             return []
         model = found[0]
     return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for each in get_args(annotation) for found in _models_in(each)]
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

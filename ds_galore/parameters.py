@@ -1,7 +1,7 @@
 """The hyperparameters of the optimizers: ``optimizer.params`` in the JSON, or keyword arguments.
 
-One model for each optimizer; names and meanings are those of galore-torch, of Hugging Face's Trainer, and of the papers.
-Imports pydantic alone.
+One model for each optimizer; names and meanings are those of galore-torch, of Hugging Face's Trainer and of the
+papers. Imports pydantic alone.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 __all__ = [
     "ALIASES",
@@ -68,7 +68,11 @@ class LowRankParameters(BaseModel):
     lr: Annotated[float, Field(ge=0, allow_inf_nan=False, description="Learning rate.")] = 1e-3
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False, description="Decoupled weight decay.")] = 0.0
     rank: Annotated[
-        Annotated[int, Field(ge=1)] | EnergyRank | None,
+        Annotated[
+            Annotated[int, Field(ge=1), Tag("<number>")] | Annotated[EnergyRank, Tag("<section>")],
+            Discriminator(lambda value: "<section>" if isinstance(value, dict | EnergyRank) else "<number>"),
+        ]
+        | None,
         Field(
             description="Rank of the projection; or {'energy': 0.95, 'max': 256}, to let each matrix have the rank that"
             " captures so much of its gradient's energy; None projects nothing."

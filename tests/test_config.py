@@ -14,25 +14,29 @@ from ds_galore import ConfigError, check_deepspeed_config
 from ds_galore.config import (
     DEEPSPEED_OPTIMIZERS,
     TOP_LEVEL_KEYS,
-    GaLoreParameters,
     check_config,
     load_config,
     nearest,
     resolve_auto,
 )
 from ds_galore.errors import DsGaloreError
+from ds_galore.parameters import ALIASES, OPTIMIZERS
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
 def test_public_names_are_these():
     assert sorted(ds_galore.__all__) == [
+        "APOLLOAdamW",
         "BindingError",
         "CheckpointMismatchError",
         "ConfigError",
         "DataError",
         "DsGaloreError",
+        "FiraAdamW",
+        "GaLoreAdafactor",
         "GaLoreAdamW",
+        "GaLoreAdamW8bit",
         "PeerError",
         "__version__",
         "check_deepspeed_config",
@@ -55,27 +59,47 @@ def test_every_error_has_its_own_exit_status():
     assert len(statuses) == len(set(statuses))
 
 
-def test_hyperparameters_are_these():
-    assert list(GaLoreParameters.model_fields) == [
-        "lr",
-        "betas",
-        "eps",
-        "weight_decay",
-        "correct_bias",
-        "rank",
-        "update_proj_gap",
-        "scale",
-        "proj_type",
-        "refresh",
-        "power_iterations",
-        "stagger_refresh",
-        "reproject_moments",
-        "target_modules",
-        "projector_storage",
-        "projector_dtype",
-        "seed",
-    ]
-    assert all(field.description for field in GaLoreParameters.model_fields.values())
+COMMON = [
+    *("lr", "weight_decay", "rank", "update_proj_gap", "scale", "proj_type", "refresh", "power_iterations"),
+    *("first_basis", "adaptive_gap", "stable_overlap", "max_gap_factor", "refresh_budget", "stagger_refresh"),
+    *("reproject_moments", "target_modules", "moment_dtype", "unprojected_moment_dtype", "projector_storage"),
+    *("projector_dtype", "projector_rounding", "stochastic_rounding", "seed"),
+]
+ADAM = ["betas", "eps", "correct_bias"]
+ADAFACTOR = [
+    *("eps", "clip_threshold", "decay_rate", "beta1", "scale_parameter", "relative_step", "warmup_init"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("GaLoreAdamW", ADAM),
+        ("GaLoreAdamW8bit", ADAM),
+        ("GaLoreAdafactor", ADAFACTOR),
+        ("APOLLOAdamW", [*ADAM, "scaling", "norm_growth_limit"]),
+        ("FiraAdamW", [*ADAM, "norm_growth_limit"]),
+    ],
+)
+def test_hyperparameters_are_these(name, own):
+    model = OPTIMIZERS[name]
+    assert sorted(model.model_fields) == sorted([*COMMON, *own])
+    assert all(field.description for field in model.model_fields.values())
+    assert {*model.GROUP_KEYS, *model.SETTINGS, "target_modules", "projector_storage"} == set(model.model_fields)
+    assert not set(model.GROUP_KEYS) & set(model.SETTINGS)
+
+
+def test_optimizers_and_their_other_names_are_these():
+    assert list(OPTIMIZERS) == ["GaLoreAdamW", "GaLoreAdamW8bit", "GaLoreAdafactor", "APOLLOAdamW", "FiraAdamW"]
+    assert dict(ALIASES) == {
+        "galore_adamw": "GaLoreAdamW",
+        "galore_adamw_8bit": "GaLoreAdamW8bit",
+        "galore_adafactor": "GaLoreAdafactor",
+        "apollo_adamw": "APOLLOAdamW",
+    }
+    from transformers.training_args import OptimizerNames
+
+    assert set(ALIASES) <= {each.value for each in OptimizerNames}
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)

@@ -42,10 +42,11 @@ from ds_galore.checkpoint.store import CheckpointStore
 from ds_galore.checkpoint.tree import flatten
 from ds_galore.config import CheckpointConfig
 from ds_galore.errors import ConfigError
+from ds_galore.optim.matrices import RIGHT
 from ds_galore.optim.optimizer import LowRankOptimizer
 from ds_galore.optim.states import effective
-from ds_galore.optim.matrices import RIGHT
 from ds_galore.tools.zero_to_fp32 import SCRIPT
+from ds_galore.zero.binding import flat_parts
 from ds_galore.zero.group import Guard, RankGroup
 
 __all__ = ["SaveEngine"]

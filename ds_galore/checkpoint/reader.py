@@ -215,18 +215,20 @@ class CheckpointReader:
         tensor, scale = tensors[name], tensors.get(f"{name}_scale")
         if len(tensor.shape) != 2:
             raise CodecError(f"{tensor.name} has shape {tensor.shape}, and a factor is a matrix")
-        bits = self._bits(tensor, depth, 0, None).reshape(tensor.shape)
-        if tensor.dtype == "BF16":
-            bits = bits.astype(np.uint32) << 16
-        elif tensor.dtype in ("I8", "U8") and scale is not None and scale.dtype == "F32":
+        rows, width = tensor.shape
+        bits = self._bits(tensor, depth, 0, None).reshape(rows, width)
+        if tensor.dtype in ("I8", "U8") and scale is not None and scale.dtype == "F32":
             whole = bits.view(np.int8)
             if tensor.dtype == "U8":
-                halves = np.stack([bits & 15, bits >> 4], axis=2).reshape(tensor.shape[0], -1)
-                whole = (halves.view(np.int8) ^ 8) - np.int8(8)
-            if scale.shape != (tensor.shape[0], -(-whole.shape[1] // SCALE_BLOCK)):
+                halves = np.stack([bits & 15, bits >> 4], axis=2).reshape(rows, 2 * width)
+                whole, width = (halves.view(np.int8) ^ 8) - np.int8(8), 2 * width
+            if scale.shape != (rows, -(-width // SCALE_BLOCK)):
                 raise CodecError(f"{scale.name} has shape {scale.shape}, which does not fit {tensor.name}")
-            scales = self._bits(scale, depth, 0, None).view(np.float32).reshape(scale.shape)
-            return whole.astype(np.float32) * np.repeat(scales, SCALE_BLOCK, axis=1)[:, : whole.shape[1]]
+            scales = self._bits(scale, depth, 0, None).view(np.float32).reshape(rows, -1)
+            spread: npt.NDArray[np.float32] = np.repeat(scales, SCALE_BLOCK, axis=1)[:, :width]
+            return whole.astype(np.float32) * spread
+        if tensor.dtype == "BF16":
+            bits = bits.astype(np.uint32) << 16
         elif tensor.dtype != "F32":
             raise CodecError(f"{tensor.name} is {tensor.dtype}, and a factor is F32, BF16, or I8 or U8 with a scale")
         return bits.astype(np.uint32, copy=False).view(np.float32)

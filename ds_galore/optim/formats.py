@@ -61,14 +61,17 @@ class Floating(RowFormat):
     stochastic: bool = False
 
     def parts(self, columns: int) -> dict[str, tuple[int, torch.dtype]]:
+        """Its dtypes and widths."""
         return {"": (columns, self.dtype)}
 
     def encode(self, block: Tensor, key: int, first_row: int) -> dict[str, Tensor]:
+        """Convert; the arguments are those of the base class."""
         if self.stochastic:
             return {"": round_to_bf16(block.float(), key, first_row * block.shape[1])}
         return {"": block.to(self.dtype)}
 
     def decode(self, parts: Mapping[str, Tensor], columns: int, dtype: torch.dtype) -> Tensor:
+        """Convert back."""
         return parts[""].to(dtype)
 
 
@@ -83,9 +86,11 @@ class Dynamic(RowFormat):
     signed: bool
 
     def parts(self, columns: int) -> dict[str, tuple[int, torch.dtype]]:
+        """Its dtypes and widths."""
         return {"": (columns, torch.uint8), "_absmax": (-(-columns // BLOCK), torch.float32)}
 
     def encode(self, block: Tensor, key: int, first_row: int) -> dict[str, Tensor]:
+        """Convert; the arguments are those of the base class."""
         rows, columns = block.shape
         if not rows:
             return {
@@ -99,6 +104,7 @@ class Dynamic(RowFormat):
         return {"": codes.view(rows, -1)[:, :columns].contiguous(), "_absmax": absmax.view(rows, -1)}
 
     def decode(self, parts: Mapping[str, Tensor], columns: int, dtype: torch.dtype) -> Tensor:
+        """Convert back."""
         codes, absmax = parts[""], parts["_absmax"]
         rows = codes.shape[0]
         if not rows:
@@ -156,10 +162,12 @@ class Integers(RowFormat):
         return (1 << (self.bits - 1)) - 1
 
     def parts(self, columns: int) -> dict[str, tuple[int, torch.dtype]]:
+        """Its dtypes and widths."""
         width, dtype = (columns, torch.int8) if self.bits == 8 else (-(-columns // 2), torch.uint8)
         return {"": (width, dtype), "_scale": (-(-columns // BLOCK), torch.float32)}
 
     def encode(self, block: Tensor, key: int, first_row: int) -> dict[str, Tensor]:
+        """Convert; the arguments are those of the base class."""
         rows, columns = block.shape
         blocks = -(-columns // BLOCK)
         padded = torch.nn.functional.pad(block.float(), (0, blocks * BLOCK - columns)).view(rows, blocks, BLOCK)
@@ -176,6 +184,7 @@ class Integers(RowFormat):
         return {"": whole.contiguous() if self.bits == 8 else _pack(whole), "_scale": scale}
 
     def decode(self, parts: Mapping[str, Tensor], columns: int, dtype: torch.dtype) -> Tensor:
+        """Convert back."""
         codes, scale = parts[""], parts["_scale"]
         whole = codes if self.bits == 8 else _unpack(codes, columns)
         scales = scale.repeat_interleave(BLOCK, dim=1)[:, :columns] if scale.shape[1] > 1 else scale

@@ -131,7 +131,7 @@ def _parts_of(matrix: Matrix, state: State) -> dict[str, Tensor]:
 
 
 def random_basis(matrix: Matrix, rows: int, draw: int, like: Tensor) -> Tensor:
-    """The ``draw``-th random basis of a matrix, ``(rows, rank)``: Gaussian, and nearly orthogonal where rank << rows."""
+    """The ``draw``-th random basis of a matrix, ``(rows, rank)``: Gaussian, nearly orthogonal where rank << rows."""
     scale = 1.0 / math.sqrt(rows if matrix.unit_columns else matrix.rank)
     key = key_of(matrix.seed, matrix.number, draw)
     return gaussian(key, rows, matrix.rank, like.device).mul_(scale).to(like.dtype)

@@ -8,8 +8,8 @@ no rank ever sees a whole gradient; from the right, a pass is ::
     X = orth(Z)      by the matrix's owner, and sent to all
 
 and from the left the same until ``Y``, whose range it takes. It starts from the basis in use, or from a random block.
-``svd`` gathers the gradient on the owner. ``start`` takes a random basis and looks at no gradient. The work of owners is
-dealt out by what it costs, and they work at the same time.
+``svd`` gathers the gradient on the owner. ``start`` takes a random basis and looks at no gradient. The work of owners
+is dealt out by what it costs, and they work at the same time.
 
 All functions are collective: the same matrices in the same order on all ranks of the group, whatever the local slices
 hold. Local work that fails is kept by the guard, and the rank goes on with zeros until the next vote. Whether a

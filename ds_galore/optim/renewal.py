@@ -182,12 +182,13 @@ class Renewal:
         matrices = [self._matrices[number] for number in numbers]
         transitions = side.transitions(matrices, old, new, self._group, guard)
         if parameters.adaptive_gap:
-            flags = self._step.flags(len(numbers))
-            with guard:
-                for index, transition in enumerate(transitions):
-                    overlap = transition.square().sum() / max(min(transition.shape), 1)
-                    flags[index] = overlap < parameters.stable_overlap
-            for number, unstable in zip(numbers, self._step.vote(flags), strict=True):
+
+            def unstable_ones() -> list[bool]:
+                overlaps = [float(each.square().sum()) / min(each.shape) for each in transitions]
+                return [overlap < parameters.stable_overlap for overlap in overlaps]
+
+            marks = guard.run(unstable_ones, lambda: [False] * len(numbers))
+            for number, unstable in zip(numbers, self._step.vote(marks), strict=True):
                 set_gap(self._states[number], stable=not unstable, largest=parameters.max_gap_factor)
         if not parameters.reproject_moments:
             return

@@ -55,7 +55,7 @@ def adamw_step_size(lr: float, step: int, *, betas: tuple[float, float], correct
 
 
 def adafactor_decay(step: int, decay_rate: float) -> float:
-    """The decay of second moments at update number ``step``: ``1 - step^decay_rate`` (arXiv 1804.04235, section 7.2)."""
+    """The decay of second moments at update number ``step``: ``1 - step^decay_rate`` (arXiv 1804.04235, 7.2)."""
     return float(1.0 - step**decay_rate)
 
 

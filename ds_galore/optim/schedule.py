@@ -18,7 +18,7 @@ def is_turn(matrix: Matrix, state: State) -> bool:
 
 
 def is_due(matrix: Matrix, state: State) -> bool:
-    """Whether the basis is refreshed in this step: it is missing, or it is the matrix's turn, and not to be let pass."""
+    """Whether the basis is refreshed in this step: it is missing, or it is the matrix's turn and not let pass."""
     if not state["has_basis"]:
         return True
     return is_turn(matrix, state) and state.get("turns_left", 1) <= 1

@@ -6,6 +6,7 @@ others until the next vote, where all raise. Imports torch, :mod:`ds_galore.zero
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -80,19 +81,18 @@ class FlatStep:
             self._step_plain()
         for batch in self.plan.batches:
             self._step_batch(batch)
-        self.vote(self.flags(0))
+        self.vote()
 
-    def flags(self, number: int) -> Tensor:
-        return torch.zeros(number, dtype=torch.uint8, device=self._tensor.device)
-
-    def vote(self, flags: Tensor) -> list[bool]:
-        return [bool(flag) for flag in self.plan.group.vote(flags, self.guard.error)]
+    def vote(self, marks: Sequence[bool | Tensor] = ()) -> list[bool]:
+        """Marks that any rank set, of as many as there are on all ranks; raises on all where one has failed."""
+        return self.plan.group.agree(marks, self.guard.error, self._tensor.device)
 
     def _state_of(self, name: str) -> State:
         state: State = self._state.setdefault(name, {}) if self.plan.nested else self._state
         return state
 
     def create(self, tensors: Sequence[StateTensor]) -> dict[str, Tensor]:
+        """By key, zeros for a state."""
         return {each.key: torch.zeros(each.shape, dtype=each.dtype, device=self._tensor.device) for each in tensors}
 
     def _store(self, weight: Tensor, wide: Tensor, number: int, first: int, step: int) -> None:
@@ -107,11 +107,12 @@ class FlatStep:
 
     def _step_plain(self) -> None:
         plan, guard = self.plan, self.guard
-        flags = self.flags(len(plan.plain))
-        with guard:
-            for number, each in enumerate(plan.plain):
-                flags[number] = ~_is_finite(each.narrow(self._grad))
-        refused = self.vote(flags)
+        refused = self.vote(
+            guard.run(
+                lambda: [_is_not_finite(each.narrow(self._grad)) for each in plan.plain],
+                lambda: [False] * len(plan.plain),
+            )
+        )
         active: list[tuple[Plain, list[Slot]]] = []
         for each, slots, bad in zip(plan.plain, plan.plain_slots, refused, strict=True):
             if bad:
@@ -159,6 +160,7 @@ class FlatStep:
     # ------------------------------------------------------------------ projected matrices
 
     def gradient(self, matrix: Matrix) -> Tensor:
+        """This rank's elements of a matrix's gradient, in the dtype that is computed in."""
         return matrix.narrow(self._grad).to(self._compute)
 
     def _step_batch(self, batch: Batch) -> None:
@@ -169,7 +171,7 @@ class FlatStep:
                 for matrix, state in zip(batch.matrices, states, strict=True):
                     if not state:
                         self._begin(state, side, matrix)
-            self.vote(self.flags(0))
+            self.vote()
         matrices = [effective(matrix, state) for matrix, state in zip(batch.matrices, states, strict=True)]
         bases = side.load(matrices, states, group, guard, self.like)
         due = [is_due(matrix, state) for matrix, state in zip(matrices, states, strict=True)]
@@ -177,14 +179,14 @@ class FlatStep:
 
         # This rank's shares of the low-rank gradients whose basis stays, and what is wrong with its gradients.
         shares: dict[int, Tensor] = {}
-        flags = self.flags(len(states))
+        marks: list[bool | Tensor] = []
         with guard:
             for number, matrix in enumerate(matrices):
                 telling = self.gradient(matrix)
                 if not due[number]:
                     telling = shares[number] = side.share(matrix, telling, bases[number])  # as telling, and smaller
-                flags[number] = ~_is_finite(telling)
-        refused = self.vote(flags)
+                marks.append(_is_not_finite(telling))
+        refused = self.vote(marks if guard.ok else [False] * len(states))
         for matrix, bad in zip(matrices, refused, strict=True):
             if bad:
                 self._skipped(matrix.name)
@@ -269,8 +271,11 @@ class FlatStep:
         state.update(self.create(list(projected_tensors(side, matrix, self.plan.slots))))
 
 
-def _is_finite(tensor: Tensor) -> Tensor:
-    """Whether all elements are finite, as a boolean scalar, in one pass without a temporary of the tensor's size."""
+def _is_not_finite(tensor: Tensor) -> bool | Tensor:
+    """Whether an element is not finite, in one pass without a temporary; on an accelerator without waiting for it."""
     if tensor.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=tensor.device)
-    return torch.isfinite(torch.linalg.vector_norm(tensor, ord=float("inf")))
+        return False if tensor.device.type == "cpu" else torch.zeros((), dtype=torch.bool, device=tensor.device)
+    low, high = torch.aminmax(tensor)  # NaN shows in both; five to ten times faster on a CPU than the maximum norm
+    if tensor.device.type == "cpu":
+        return not (math.isfinite(low.item()) and math.isfinite(high.item()))
+    return ~(torch.isfinite(low) & torch.isfinite(high))

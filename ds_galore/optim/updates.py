@@ -221,16 +221,15 @@ class PlainStep(_Step):
 
     def read(self, key: str) -> Tensor:
         """A slot's numbers ``(numel,)``, or rows or columns ``(rows, 1)``, ``(1, n)``, in the compute dtype."""
-        slot, stored = self.slots[key], self.state[key]
-        dtype = self.grad().dtype
+        slot, dtype = self.slots[key], self.grad().dtype
+        stored: Tensor = self.state[key]
         if not isinstance(slot.format, Dynamic):
             return slot.format.decode({"": stored}, stored.shape[-1], dtype)
         if not self.plain.numel:
             return stored.to(dtype)
         codes = self._in_blocks(stored.view(-1))
         numbers = slot.format.restore(codes.view(-1), self.state[f"{key}_absmax"].view(-1), BLOCK)
-        restored: Tensor = self._from_blocks(numbers).view(stored.shape).to(dtype)
-        return restored
+        return self._from_blocks(numbers).view(stored.shape).to(dtype)
 
     def write(self, key: str, block: Tensor) -> None:
         """Keep a slot's numbers, where they are not 8-bit."""

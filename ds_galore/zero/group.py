@@ -181,6 +181,19 @@ class RankGroup:
             raise error
         return result[:-1]
 
+    def agree(self, marks: Sequence[bool | Tensor], error: BaseException | None, device: torch.device) -> list[bool]:
+        """:meth:`vote` on a list of marks, which may be boolean scalars on ``device``; for one rank nothing is sent."""
+        if self.world_size == 1:
+            if error is not None:
+                raise error
+            if not any(isinstance(mark, Tensor) for mark in marks):
+                return [bool(mark) for mark in marks]
+        if marks and all(isinstance(mark, Tensor) for mark in marks):
+            flags = torch.stack([torch.as_tensor(mark) for mark in marks]).to(torch.uint8)
+        else:
+            flags = torch.tensor([bool(mark) for mark in marks], dtype=torch.uint8, device=device)
+        return [bool(flag) for flag in self.vote(flags, error).tolist()]
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Run a block that some ranks may fail in; if one does, all ranks raise at its end, as :meth:`vote` does.

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ def group_ranges(offset: int, numel: int, partition_numel: int, world_size: int)
     return list(itertools.pairwise(edges))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FlatSlice:
     """The elements ``[start, stop)`` of a row-major ``m x n`` matrix.
 
@@ -90,27 +91,27 @@ class FlatSlice:
         if not 0 <= self.start <= self.stop <= rows * columns:
             raise ValueError(f"the range [{self.start}, {self.stop}) does not lie in a matrix of shape {self.shape}")
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return self.stop - self.start
 
-    @property
+    @cached_property
     def first_row(self) -> int:
         """Index in the matrix of the first touched row (for an empty slice, of the row at ``start``)."""
         return self.start // self.shape[1]
 
-    @property
+    @cached_property
     def end_row(self) -> int:
         """One past the index in the matrix of the last touched row."""
         return self.first_row if self.numel == 0 else -(-self.stop // self.shape[1])
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """Number of touched rows."""
         return self.end_row - self.first_row
 
-    @property
+    @cached_property
     def head(self) -> tuple[int, int] | None:
         """Columns ``[c0, c1)`` held of the first touched row, or None where that row is full."""
         columns = self.shape[1]
@@ -120,7 +121,7 @@ class FlatSlice:
         last = min(columns, first + self.numel)
         return None if (first, last) == (0, columns) else (first, last)
 
-    @property
+    @cached_property
     def tail(self) -> tuple[int, int] | None:
         """Columns ``[0, c1)`` held of the last touched row, or None where it is full or is the head itself."""
         end = self.stop % self.shape[1]
@@ -128,10 +129,17 @@ class FlatSlice:
             return None
         return 0, end
 
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether it is the whole matrix."""
+        return self.numel == self.shape[0] * self.shape[1]
+
     def _parts(self, flat: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
         """Views of ``flat``: the head ``(c,)``, the body ``(rows, n)`` and the tail ``(c,)``."""
         if flat.numel() != self.numel:
             raise ValueError(f"a slice of {self.numel} elements was given a tensor of {flat.numel()}")
+        if self.is_whole:
+            return None, flat.view(self.shape), None
         head, tail = self.head, self.tail
         begin = head[1] - head[0] if head is not None else 0
         end = self.numel - (tail[1] if tail is not None else 0)
@@ -155,6 +163,8 @@ class FlatSlice:
             and become final when the shares of all ranks that hold the row are added.
         """
         head, body, tail = self._parts(flat)
+        if self.is_whole:
+            return body @ basis
         out = flat.new_empty((self.num_rows, basis.shape[1]))
         first, last = int(head is not None), self.num_rows - int(tail is not None)
         if last > first:
@@ -369,7 +379,7 @@ class MatrixLayout:
         """Number of ranks in the group."""
         return len(self.ranges)
 
-    @property
+    @cached_property
     def local(self) -> FlatSlice:
         """This rank's slice."""
         return self.slice_of(self.rank)
@@ -392,6 +402,10 @@ class MatrixLayout:
 
     def counted_rows(self) -> list[int]:
         """Positions of the touched rows that this rank counts for the group: each row of the matrix once."""
+        return self._counted_rows
+
+    @cached_property
+    def _counted_rows(self) -> list[int]:
         skipped = {cut.index for cut in self.cut_rows() if cut.ranks[0] != self.rank}
         return [index for index in range(self.local.num_rows) if index not in skipped]
 
