@@ -22,7 +22,8 @@ from ds_galore.optim.loading import check_groups, check_state, settle_group, to_
 from ds_galore.optim.matrices import State
 from ds_galore.optim.plan import GROUP_KEYS, SETTINGS, FlatPlan, compute_dtype, decide, read_groups
 from ds_galore.optim.step import FlatStep
-from ds_galore.tools.memory import ParameterPlan
+from ds_galore.tools.memory import Kept, ParameterPlan
+from ds_galore.tools.optimizers import OPTIMIZERS, configured
 from ds_galore.zero.binding import bind_whole, bind_zero3
 from ds_galore.zero.layout import matrix_shape
 
@@ -163,7 +164,8 @@ class GaLoreAdamW(Optimizer):
             if not parameter.requires_grad:
                 continue
             if each.side is None:
-                plans.append(ParameterPlan(each.name, math.prod(each.shape)))
+                columns = each.shape[1] if len(each.shape) == 2 else 0
+                plans.append(ParameterPlan(each.name, math.prod(each.shape), columns))
             else:
                 rows, columns = matrix_shape(each.shape)
                 plans.append(ParameterPlan(each.name, rows * columns, columns, each.rank, each.side.name))
@@ -182,9 +184,9 @@ class GaLoreAdamW(Optimizer):
         return self._plans.get(tensor) if group is None else self._plan(tensor, self.param_groups[group])
 
     @property
-    def projector_bytes(self) -> int:
-        """Bytes of one number of a projector."""
-        return self._decisions.projector_bytes
+    def kept(self) -> Kept:
+        """What it keeps of each parameter, and in which formats: what :func:`.plan_memory` needs."""
+        return configured(OPTIMIZERS["galore_adamw"], self._parameters.model_dump()).kept()
 
     def shards_projectors(self, world_size: int) -> bool:
         """Whether right projectors are kept in parts when ``world_size`` ranks share a parameter."""

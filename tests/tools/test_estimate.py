@@ -11,19 +11,12 @@ import torch
 from galore_torch import GaLoreAdamW as TheirGaLore
 
 from ds_galore.errors import ConfigError
-from ds_galore.tools.estimate import (
-    FAMILY,
-    OPTIMIZERS,
-    PAPER,
-    Job,
-    Llama,
-    Schedule,
-    estimate,
-    optimizer_named,
-    paper_table,
-    parse_count,
-)
+from ds_galore.tools.estimate import Job, estimate, parse_count
+from ds_galore.tools.llamas import FAMILY, Llama
 from ds_galore.tools.memory import ParameterPlan
+from ds_galore.tools.optimizers import OPTIMIZERS, optimizer_named
+from ds_galore.tools.storage import Schedule
+from ds_galore.tools.tables import PAPER, paper_table
 from tests import jobs
 from tests.checkpoint.engines import ADAMW, BATCH, BF16
 from tests.test_cli import CONFIG, command

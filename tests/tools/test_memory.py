@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ds_galore.tools.memory import MemoryPlan, ParameterPlan, plan_memory
+from ds_galore.tools.formats import BF16
+from ds_galore.tools.memory import Kept, MemoryPlan, ParameterPlan, plan_memory
 
 MATRIX = ParameterPlan("m", 10 * 6, columns=6, rank=2, side="right")
 LEFT = ParameterPlan("l", 10 * 6, columns=6, rank=2, side="left")
@@ -28,7 +29,7 @@ def test_partitions_are_padded_and_count_the_rows_they_touch():
     # 60 elements over 4 ranks: 15 each, two and a half rows of 6; the second rank touches rows 2, 3 and 4.
     moments = [plan_memory([MATRIX], world_size=4, rank=rank).moments for rank in range(4)]
     assert moments == [8 * 2 * 3, 8 * 2 * 3, 8 * 2 * 3, 8 * 2 * 3]
-    sharded = plan_memory([MATRIX], world_size=4, rank=0, sharded=True, projector_bytes=2)
+    sharded = plan_memory([MATRIX], world_size=4, rank=0, sharded=True, kept=Kept(projectors=BF16))
     assert sharded.projectors == 2 * 2 * 2  # two of six rows, padded to equal parts
     assert plan_memory([VECTOR], world_size=4, rank=3).moments == 8 * 1
     assert plan_memory([VECTOR], world_size=4, rank=3).weights == 4 * 2
