@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_galore.errors import ConfigError, DataError
 
-__all__ = ["job_of", "settings_of"]
+__all__ = ["job_of", "settings_from", "settings_of"]
 
 #: Of GaLore's projection, where nothing says another.
 DEFAULT_RANK = 128
@@ -20,20 +20,28 @@ PARAM_OPTIONS = (
 )
 
 
-def job_of(options: Mapping[str, Any]) -> tuple[Any, Any]:
+def job_of(options: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[Any, Any]:
     """The job and its schedule, if it has one.
 
     Parameters
     ----------
     options
-        Of the command, by their names.
+        Of the command, by their names; they override the settings.
+    settings
+        As :func:`settings_of` gives them.
+
+    Raises
+    ------
+    ConfigError
+        For options that contradict each other or change nothing, and for impossible values.
+    DataError
+        For a model that cannot be read.
     """
     from ds_galore.tools.estimate import Job
     from ds_galore.tools.llamas import assumed
     from ds_galore.tools.optimizers import configured, largest_rank
     from ds_galore.tools.storage import Schedule
 
-    settings = _settings(options["path"])
     optimizer, params = _optimizer(options, settings)
     _refuse_idle(options, optimizer, params)
     optimizer = configured(optimizer, params)
@@ -141,8 +149,8 @@ def _refuse_idle(options: Mapping[str, Any], optimizer: Any, params: Mapping[str
             raise ConfigError(f"--{name.replace('_', '-')}: {optimizer.name} with refresh random keeps no projectors")
 
 
-def _settings(path: Path | None) -> dict[str, Any]:
-    """What a configuration file says of a job."""
+def settings_from(path: Path | None) -> dict[str, Any]:
+    """What a configuration file says of a job; None is for options alone."""
     if path is None:
         return settings_of({})
     from ds_galore.config import DEEPSPEED_OPTIMIZERS, check_config, load_config

@@ -99,13 +99,13 @@ def _found(options: dict[str, Any]) -> dict[str, Any]:
     """The estimate, that of plain AdamW, and the paper's figures where they are for this model."""
     from dataclasses import asdict, replace
 
-    from ds_galore.cli.described import job_of
+    from ds_galore.cli.described import job_of, settings_from
     from ds_galore.tools.estimate import estimate as estimated
     from ds_galore.tools.memory import ParameterPlan
     from ds_galore.tools.optimizers import OPTIMIZERS
     from ds_galore.tools.tables import PAPER, paper_row, paper_table
 
-    job, schedule = job_of(options)
+    job, schedule = job_of(options, settings_from(options["path"]))
     found = asdict(estimated(job, schedule))
     plain = [ParameterPlan(plan.name, plan.numel) for plan in job.plans]
     adamw = replace(job, optimizer=OPTIMIZERS["adamw"], plans=plain, scale=1.0, parameters=None)

@@ -170,7 +170,7 @@ def plan_memory(
     """
     kept = Kept() if kept is None else kept
     ranks, place = (world_size, rank) if stage else (1, 0)
-    part_of_rank = elements = moments = projectors = 0
+    part_of_rank = elements = in_vectors = moments = projectors = 0
     for each in parameters:
         part = -(-each.numel // ranks)
         elements += each.numel
@@ -180,13 +180,18 @@ def plan_memory(
         if each.columns and start < stop:
             touched = (stop - 1) // each.columns - start // each.columns + 1
         if not each.side:
-            moments += _unprojected(kept, each, start, stop, touched, partitioned=stage > 0)
+            if kept.flat and stage:
+                in_vectors += stop - start
+            else:
+                moments += _unprojected(kept, each, start, stop, touched)
             continue
         column_share = -(-each.columns // ranks)
         right = each.side == "right"
         moments += kept.low_rank(touched if right else column_share, each.rank)
         basis_rows = (column_share if sharded else each.columns) if right else touched
         projectors += kept.projector(basis_rows, each.rank)
+    moments += kept.moments * kept.unprojected.stretch(0, in_vectors)
+    moments += kept.factored.rows(1, in_vectors) if kept.factored is not None else 0
     if master_bytes is None:
         master_bytes = 4 if stage or weight_bytes < 4 else 0
     gradients = weight_bytes if gradient_bytes is None else gradient_bytes
@@ -199,13 +204,10 @@ def plan_memory(
     )
 
 
-def _unprojected(kept: Kept, plan: ParameterPlan, start: int, stop: int, touched: int, *, partitioned: bool) -> int:
+def _unprojected(kept: Kept, plan: ParameterPlan, start: int, stop: int, touched: int) -> int:
     """Bytes of the moments of the elements ``start`` to ``stop`` of a parameter that is not projected."""
-    hidden = kept.flat and partitioned
-    small = plan.numel < SMALLEST_QUANTISED and kept.unprojected.scaled and not hidden
-    form = FP32 if small else kept.unprojected
-    numbers = kept.moments * (form.stretch(0, stop - start) if hidden else form.stretch(start, stop))
+    small = plan.numel < SMALLEST_QUANTISED and kept.unprojected.scaled
+    numbers = kept.moments * (FP32 if small else kept.unprojected).stretch(start, stop)
     if kept.factored is not None:
-        matrix = plan.columns and not hidden
-        numbers += kept.factored.rows(1, touched + plan.columns if matrix else stop - start)
+        numbers += kept.factored.rows(1, touched + plan.columns if plan.columns else stop - start)
     return numbers
