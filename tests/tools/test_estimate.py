@@ -22,7 +22,7 @@ from ds_galore.tools.storage import Schedule
 from ds_galore.tools.tables import PAPER, crossover_table, eight_bit_table, optimizer_bytes, paper_table
 from tests import jobs
 from tests.checkpoint.engines import ADAMW, BATCH, BF16
-from tests.test_cli import CONFIG, command
+from tests.test_cli import CONFIG, ROOT, command
 
 
 def answer(*arguments: str) -> Any:
@@ -155,6 +155,20 @@ def test_tables_are_shown():
     assert answer("--table", "8bit") == eight_bit_table()
     assert "replicated loses" in command("estimate", "--table", "crossover", block="torch").stdout
     assert answer("--table", "crossover") == crossover_table()
+
+
+def test_the_documented_tables_are_these():
+    text = (ROOT / "docs" / "estimate.md").read_text(encoding="utf-8")
+    for row in eight_bit_table():
+        size = {ranks: value / 1e9 for ranks, value in row["bytes"].items()}
+        cells = [row["optimizer"], row["rank"] or "-", row["moments"], row["unprojected_moments"]]
+        cells += [row["projectors"] or "-", f"{size['1']:.2f}", f"{size['8']:.2f}", f"{size['64']:.3f}"]
+        cells += [f"{row['below_bf16_adamw']:.1%}", f"{row['of_adamw_8bit']['64']:.2f}"]
+        assert f"| {' | '.join(map(str, cells))} |" in text
+    for row in crossover_table():
+        beside = {"8bit": "8 bits"}.get(row["moments"], row["moments"])
+        cells = [row["moments"], row["projectors"], beside, row["sharded_from"], row["replicated_loses_from"]]
+        assert f"| {' | '.join(map(str, cells))} | never |" in text
 
 
 def test_options_plan_what_the_table_has():
