@@ -451,7 +451,7 @@ def announce(engine: Any, corpus: Corpus, world_size: int) -> None:
     own = dict(options)
     if isinstance(optimizer, ds_galore.GaLoreAdamW):
         own["sharded"] = optimizer.shards_projectors(world_size)
-        own["projector_bytes"] = optimizer.projector_bytes
+        own["kept"] = optimizer.kept
     ranks = [plan_memory(plans, rank=rank, **own) for rank in range(world_size)]
     largest = max(ranks, key=lambda plan: plan.total)
     show_memory(largest, plan_memory(adamw, **options), optimizer=type(optimizer).__name__, world_size=world_size)

@@ -9,7 +9,9 @@ from typing import Any
 import click
 
 from ds_galore.cli.output import json_option, quiet_option, show_table, size_text
-from ds_galore.errors import ConfigError, DataError
+from ds_galore.errors import ConfigError
+from ds_galore.tools.formats import MOMENT_DTYPES, PROJECTOR_DTYPES
+from ds_galore.tools.optimizers import PROJ_TYPES, REFRESHES, STORAGES
 
 __all__ = ["estimate"]
 
@@ -31,10 +33,37 @@ def _count(context: Any, parameter: Any, value: str | None) -> int | None:
     "--model-config", type=click.Path(path_type=Path), help="Hugging Face config.json, or a directory with one."
 )
 @click.option("--params", callback=_count, metavar="NUMBER", help="Number of parameters, such as 7e9 or 350M.")
-@click.option("--optimizer", metavar="NAME", help="adamw, sgd, lion, galore_adamw, adamw_8bit, ... [adamw]")
-@click.option("--rank", type=click.IntRange(min=1), help="Of GaLore's projection. [128]")
+@click.option(
+    "--optimizer", metavar="NAME", help="adamw, sgd, lion, adamw_8bit, galore_adamw_8bit, apollo_adamw, ... [adamw]"
+)
+@click.option("--rank", type=click.IntRange(min=1), help="Of the projection. [the configuration's, or 128]")
+@click.option(
+    "--proj-type",
+    type=click.Choice(PROJ_TYPES),
+    help="Side of the projection. [the configuration's, or right; std with --params alone]",
+)
+@click.option(
+    "--refresh", type=click.Choice(REFRESHES), help="How a basis is found; random keeps no projectors. [subspace]"
+)
+@click.option("--moment-dtype", type=click.Choice(MOMENT_DTYPES), help="Of moments. [the states' precision]")
+@click.option(
+    "--unprojected-moment-dtype",
+    type=click.Choice(MOMENT_DTYPES),
+    help="Of moments of embeddings, head and norms. [as --moment-dtype]",
+)
+@click.option("--projector-dtype", type=click.Choice(PROJECTOR_DTYPES), help="Of projectors. [fp32]")
+@click.option(
+    "--projector-storage", type=click.Choice(STORAGES), help="Right projectors on all ranks, or in parts. [auto]"
+)
+@click.option(
+    "--beta1", type=click.FloatRange(min=0, max=1, max_open=True), help="Gives galore_adafactor a first moment."
+)
 @click.option("--precision", type=PRECISIONS, help="Of weights and gradients. [the configuration's, or bf16]")
-@click.option("--state-precision", type=PRECISIONS, help="Of master weights and moments. [fp32]")
+@click.option(
+    "--state-precision",
+    type=PRECISIONS,
+    help="Of master weights, and of moments without --moment-dtype. [the configuration's, or fp32]",
+)
 @click.option("--zero-stage", type=click.IntRange(0, 3), help="[the configuration's, or 0]")
 @click.option("--world-size", type=click.IntRange(min=1), default=1, show_default=True, help="Number of ranks.")
 @click.option("--steps", type=click.IntRange(min=1), help="Of the run, for its storage.")
@@ -44,12 +73,20 @@ def _count(context: Any, parameter: Any, value: str | None) -> int | None:
     "--full-every", type=click.IntRange(min=1), help="Which checkpoints are full. [the configuration's, or 10]"
 )
 @click.option("--paper", is_flag=True, help="Show the GaLore paper's table 2 beside these figures, and nothing else.")
+@click.option(
+    "--table",
+    type=click.Choice(["8bit", "crossover"]),
+    help="Show a table of a Llama 7B at rank 1024, and nothing else: low-rank optimizers in 8 bits beside AdamW, or"
+    " from how many ranks on projectors are worth sharding.",
+)
 @json_option
 @quiet_option
-def estimate(paper: bool, as_json: bool, quiet: bool, **options: Any) -> None:
+def estimate(paper: bool, table: str | None, as_json: bool, quiet: bool, **options: Any) -> None:
     """Estimate memory, checkpoints, traffic and storage of a job, beside plain AdamW."""
-    if paper:
-        _show_paper(as_json, quiet)
+    if paper and table is not None:
+        raise ConfigError(f"--paper and --table {table} are two tables: give one of them")
+    if paper or table is not None:
+        _show_ready("paper" if table is None else table, as_json, quiet)
         return
     found = _found(options)
     if as_json:
@@ -62,11 +99,13 @@ def _found(options: dict[str, Any]) -> dict[str, Any]:
     """The estimate, that of plain AdamW, and the paper's figures where they are for this model."""
     from dataclasses import asdict, replace
 
-    from ds_galore.tools.estimate import OPTIMIZERS, PAPER, paper_row, paper_table
+    from ds_galore.cli.described import job_of, settings_from
     from ds_galore.tools.estimate import estimate as estimated
     from ds_galore.tools.memory import ParameterPlan
+    from ds_galore.tools.optimizers import OPTIMIZERS
+    from ds_galore.tools.tables import PAPER, paper_row, paper_table
 
-    job, schedule = _job(options)
+    job, schedule = job_of(options, settings_from(options["path"]))
     found = asdict(estimated(job, schedule))
     plain = [ParameterPlan(plan.name, plan.numel) for plan in job.plans]
     adamw = replace(job, optimizer=OPTIMIZERS["adamw"], plans=plain, scale=1.0, parameters=None)
@@ -84,153 +123,6 @@ def _found(options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _job(options: dict[str, Any]) -> tuple[Any, Any]:
-    """What the options and the configuration describe."""
-    from ds_galore.tools.estimate import Job, Schedule, assumed, optimizer_named
-
-    settings = _settings(options["path"])
-    optimizer = optimizer_named(options["optimizer"] or settings["optimizer"] or "adamw")
-    _refuse_idle(options, optimizer.low_rank)
-    assumptions = list(settings["assumptions"])
-    rank = options["rank"] or settings["params"].get("rank")
-    if optimizer.low_rank and rank is None:
-        rank = DEFAULT_RANK
-        assumptions.append(f"rank {rank}; --rank gives another")
-    if options["precision"] is None and settings["precision"] is None:
-        assumptions.append("bf16 weights and gradients; --precision gives others")
-    stage = settings["stage"] if options["zero_stage"] is None else options["zero_stage"]
-    if not isinstance(stage, int):
-        raise ConfigError(f"zero_optimization.stage is {stage!r}: give --zero-stage")
-    shared = {
-        "optimizer": optimizer,
-        "precision": options["precision"] or settings["precision"] or "bf16",
-        "state_precision": options["state_precision"] or "fp32",
-        "stage": stage,
-        "world_size": options["world_size"],
-        "state_dtype": settings["state_dtype"],
-    }
-    if (options["params"] is None) == (options["model_config"] is None):
-        raise ConfigError("give the model by --params NUMBER or by --model-config PATH, and not by both")
-    own: dict[str, Any] = {}
-    if options["params"] is not None:
-        plans, scale, more = assumed(options["params"], optimizer, rank)
-        if scale != 1.0:
-            own = {"scale": scale, "parameters": options["params"]}
-        if settings["params"].get("projector_dtype") == "bf16":
-            own["projector_bytes"] = 2
-        storage = settings["params"].get("projector_storage", "auto")
-        if storage != "auto":
-            own["sharded"] = storage == "sharded" and stage > 0 and options["world_size"] > 1
-        assumptions += more
-    else:
-        plans, own = _plans(options["model_config"], optimizer.low_rank, settings["params"], rank)
-        shards = own.pop("shards", None)
-        if shards is not None and stage:
-            own["sharded"] = shards(options["world_size"])
-    job = Job(plans, **shared, **own, assumptions=tuple(assumptions))
-    if options["steps"] is None:
-        return job, None
-    every = {"full": 1}.get(settings["mode"], options["full_every"] or settings["full_every"])
-    return job, Schedule(
-        options["steps"],
-        options["save_every"],
-        options["keep_last"] or settings["keep_last"],
-        every,
-        settings["keep_every"],
-        incremental=settings["mode"] == "incremental",
-    )
-
-
-#: Of GaLore's projection, where nothing says another.
-DEFAULT_RANK = 128
-
-
-def _refuse_idle(options: dict[str, Any], low_rank: bool) -> None:
-    """Refuse options that would change nothing."""
-    if (options["steps"] is None) != (options["save_every"] is None):
-        raise ConfigError("--steps and --save-every go together")
-    for name in ("keep_last", "full_every"):
-        if options[name] is not None and options["steps"] is None:
-            raise ConfigError(f"--{name.replace('_', '-')} is about a run: give --steps and --save-every too")
-    if options["rank"] is not None and not low_rank:
-        raise ConfigError("--rank goes with an optimizer that projects, such as --optimizer galore_adamw")
-
-
-def _settings(path: Path | None) -> dict[str, Any]:
-    """What a configuration says of a job."""
-    found: dict[str, Any] = {"optimizer": None, "params": {}, "precision": None, "stage": 0, "assumptions": []}
-    found.update({"keep_last": None, "keep_every": None, "full_every": 10, "mode": "differential"})
-    found["state_dtype"] = "exact"
-    if path is None:
-        return found
-    from ds_galore.config import DEEPSPEED_OPTIMIZERS, check_config, load_config, section
-
-    config = load_config(path)
-    try:
-        check_config(config, DEEPSPEED_OPTIMIZERS)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    params = {k: v for k, v in section(config, "optimizer", "params").items() if v != "auto"}
-    kind = section(config, "optimizer").get("type")
-    if kind is not None and kind.lower() == "sgd" and params.get("momentum"):
-        kind = "sgd_momentum"
-    checkpoint = section(config, "ds_galore", "checkpoint")
-    enabled = {name: section(config, name).get("enabled", False) for name in ("bf16", "fp16")}
-    chosen = [name for name, value in enabled.items() if value is True]
-    if chosen:
-        found["precision"] = chosen[0]
-    elif "auto" not in enabled.values():
-        found["precision"] = "fp32"
-    found.update({key: checkpoint[key] for key in CHECKPOINT_KEYS if key in checkpoint})
-    found["stage"] = section(config, "zero_optimization").get("stage", 0)
-    found.update(optimizer=kind, params=params if kind == "GaLoreAdamW" else {})
-    return found
-
-
-CHECKPOINT_KEYS = ("keep_last", "keep_every", "full_every", "mode", "state_dtype")
-
-
-def _plans(
-    model_config: Path, low_rank: bool, params: dict[str, Any], rank: int | None
-) -> tuple[list[Any], dict[str, Any]]:
-    """The parameters of a model as its optimizer sees them, and what of its projectors depends on its settings."""
-    from ds_galore.tools.memory import ParameterPlan
-
-    model = _empty_model(model_config)
-    if not low_rank:
-        return [
-            ParameterPlan(name, each.numel(), each.shape[-1] if each.dim() == 2 else 0)
-            for name, each in model.named_parameters()
-        ], {}
-    from ds_galore.optim.galore import GaLoreAdamW
-
-    chosen = {**params, "rank": rank}
-    optimizer = GaLoreAdamW(model.parameters(), model=model, **chosen)
-    return optimizer.parameter_plans(), {
-        "projector_bytes": optimizer.projector_bytes,
-        "shards": optimizer.shards_projectors,
-    }
-
-
-def _empty_model(path: Path) -> Any:
-    """The model without its weights."""
-    if not path.exists():
-        raise DataError(f"--model-config {path}: no such file or directory")
-    try:
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise DataError(
-            f"--model-config {path}: needs {error.name}, which is not installed; --params takes a number"
-        ) from None
-    try:
-        loaded = AutoConfig.from_pretrained(str(path), local_files_only=True)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(loaded)
-    except Exception as error:  # noqa: BLE001 - transformers raises many kinds for files it cannot use
-        raise DataError(f"--model-config {path}: cannot be loaded: {str(error).splitlines()[0]}") from None
-
-
 # ---------------------------------------------------------------------- for people
 
 
@@ -242,8 +134,8 @@ def _show(found: dict[str, Any]) -> None:
     ranks, adamw = found["world_size"], found["plain_adamw"]
     kinds = list(found["memory_per_rank"])
     click.echo(
-        f"{found['parameters']:,} parameters, {found['optimizer']}, {found['precision']}, states"
-        f" {found['state_precision']}, ZeRO {found['zero_stage']}, {ranks} rank{'s' * (ranks > 1)}"
+        f"{found['parameters']:,} parameters, {found['optimizer']}, {found['precision']}, ZeRO {found['zero_stage']},"
+        f" {ranks} rank{'s' * (ranks > 1)}; states: {_formats_text(found['formats'])}"
     )
     rows = [
         [label, *(size_text(sizes[kind]) for kind in kinds)]
@@ -301,12 +193,67 @@ def _paper_rows(rows: list[dict[str, Any]]) -> None:
     )
 
 
-def _show_paper(as_json: bool, quiet: bool) -> None:
-    from ds_galore.tools.estimate import paper_table
+def _formats_text(formats: dict[str, str | None]) -> str:
+    named = {key.replace("_", " "): name for key, name in formats.items() if name is not None}
+    if named.get("unprojected moments") == named.get("moments"):
+        named.pop("unprojected moments", None)
+    return ", ".join(f"{key} {name}" for key, name in named.items()) or "none"
 
-    rows = paper_table()
+
+def _eight_bit_rows(rows: list[dict[str, Any]]) -> None:
+    sizes = list(rows[0]["bytes"])
+    show_table(
+        "optimizer states of a Llama 7B, bytes on a rank under ZeRO-3, projected from the right, projectors sharded",
+        [
+            *("optimizer", "rank", "moments", "unprojected", "projectors"),
+            *(f"{size} rank{'s' * (size != '1')}" for size in sizes),
+            *("below bf16 AdamW", "of 8-bit AdamW"),
+        ],
+        [
+            [
+                row["optimizer"],
+                str(row["rank"] or "-"),
+                *(row[key] or "none" for key in ("moments", "unprojected_moments")),
+                row["projectors"] or "-",
+                *(size_text(row["bytes"][size]) for size in sizes),
+                f"{row['below_bf16_adamw']:.1%}",
+                f"{row['of_adamw_8bit'][sizes[-1]]:.2f}",
+            ]
+            for row in rows
+        ],
+        left=5,
+    )
+
+
+def _crossover_rows(rows: list[dict[str, Any]]) -> None:
+    keys = ("sharded_from", "replicated_loses_from", "sharded_loses_from")
+    show_table(
+        "Llama 7B, rank 1024, from the right: numbers of ranks from which on",
+        ["optimizer", "moments", "projectors", "beside", "auto shards", "replicated loses", "sharded loses"],
+        [
+            [
+                *(row[key] for key in ("optimizer", "moments", "projectors", "beside")),
+                *(str(row[key] or "never") for key in keys),
+            ]
+            for row in rows
+        ],
+        left=4,
+    )
+
+
+def _show_ready(name: str, as_json: bool, quiet: bool) -> None:
+    """Show a table that needs no job."""
+    from ds_galore.tools import tables
+
+    make, show = {
+        "paper": (tables.paper_table, _paper_rows),
+        "8bit": (tables.eight_bit_table, _eight_bit_rows),
+        "crossover": (tables.crossover_table, _crossover_rows),
+    }[name]
+    rows = make()
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     elif not quiet:
-        _paper_rows(rows)
-        click.echo("docs/estimate.md has the arithmetic where they differ by more than 5%")
+        show(rows)
+        if name == "paper":
+            click.echo("docs/estimate.md has the arithmetic where they differ by more than 5%")

@@ -6,7 +6,6 @@ Imports torch, :mod:`ds_galore.zero` and its neighbours; never DeepSpeed.
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, cast, overload
@@ -26,9 +25,9 @@ from ds_galore.optim.states import StateTensor, effective, plain_tensors, projec
 from ds_galore.optim.step import FlatStep
 from ds_galore.optim.updates import Rule
 from ds_galore.parameters import LowRankParameters
-from ds_galore.tools.memory import ParameterPlan
+from ds_galore.tools.memory import Kept, ParameterPlan
+from ds_galore.tools.optimizers import configured, optimizer_named
 from ds_galore.zero.binding import bind, bind_whole, is_linked
-from ds_galore.zero.layout import matrix_shape
 
 __all__ = ["LowRankOptimizer"]
 
@@ -99,7 +98,8 @@ class LowRankOptimizer(Optimizer):
             group["settings"] = {key: getattr(self._parameters, key) for key in kind.SETTINGS}
         super().__init__(groups, {key: plain_value(getattr(self._parameters, key)) for key in kind.GROUP_KEYS})
         self._rule = self.rule_type(self._parameters)
-        self._decisions = decide(self.param_groups, own_rank, described, self._parameters, self._rule)
+        kept = configured(optimizer_named(name), self._parameters.model_dump()).kept()
+        self._decisions = decide(self.param_groups, own_rank, described, self._parameters, self._rule, kept)
         self._plans: dict[Tensor, FlatPlan] = {}
         self._holder: Callable[[], object] = lambda: None
         self._said: set[str] = set()
@@ -133,16 +133,12 @@ class LowRankOptimizer(Optimizer):
 
     def parameter_plans(self) -> list[ParameterPlan]:
         """Every trained parameter, in order, and how it is projected: what :func:`.plan_memory` needs."""
-        plans = []
-        for parameter, each in self._decisions.by_parameter.items():
-            if not parameter.requires_grad:
-                continue
-            if each.side is None:
-                plans.append(ParameterPlan(each.name, math.prod(each.shape)))
-            else:
-                rows, columns = matrix_shape(each.shape)
-                plans.append(ParameterPlan(each.name, rows * columns, columns, each.rank, each.side.name))
-        return plans
+        return self._decisions.parameter_plans()
+
+    @property
+    def kept(self) -> Kept:
+        """What it keeps of each parameter, and in which formats: what :func:`.plan_memory` needs."""
+        return self._decisions.kept
 
     def plan_of(self, tensor: Tensor, group: int | None = None) -> FlatPlan | None:
         """What a tensor that ``step()`` is given consists of.

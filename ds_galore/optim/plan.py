@@ -24,6 +24,7 @@ from ds_galore.optim.states import block_layout
 from ds_galore.optim.targets import Described, describe_model, describe_names, select_targets
 from ds_galore.optim.updates import Plain, Rule, Slot
 from ds_galore.parameters import LowRankParameters
+from ds_galore.tools.memory import Kept, ParameterPlan, shards_projectors
 from ds_galore.zero.binding import FlatBinding, Placement, full_shape
 from ds_galore.zero.group import RankGroup
 from ds_galore.zero.layout import MatrixLayout, matrix_shape
@@ -170,6 +171,8 @@ class Decisions:
         The optimizer's hyperparameters.
     rule
         Its update rule.
+    kept
+        What it keeps of each parameter.
     too_small
         Matrices that were to be projected and have a side no longer than the rank, for a message.
     ignored
@@ -181,11 +184,12 @@ class Decisions:
         by_parameter: Mapping[Tensor, Decision],
         parameters: LowRankParameters,
         rule: Rule,
+        kept: Kept,
         too_small: Sequence[str],
         ignored: Sequence[str],
     ) -> None:
         self.by_parameter = dict(by_parameter)
-        self.rule = rule
+        self.rule, self.kept = rule, kept
         self.too_small, self.ignored = list(too_small), list(ignored)
         self._parameters = parameters
         self._turns = _turns(list(self.by_parameter.values()), parameters)
@@ -196,21 +200,21 @@ class Decisions:
         ``"auto"`` shards them where whole ones would take more memory on a rank than its moments do.
         """
         storage = self._parameters.projector_storage
-        if world_size == 1 or storage != "auto":
+        if storage != "auto":
             return storage == "sharded" and world_size > 1
-        projectors = moments = 0
-        kept = projector_format(self._parameters.projector_dtype, stochastic=False, compute=torch.float32)
-        slots = self.rule.slots(*self._formats(self._parameters.moment_dtype, torch.float32), torch.float32)
-        for each in self.by_parameter.values():
-            if each.side is RIGHT:
-                rows, columns = matrix_shape(each.shape)
-                projectors += columns * _row_bytes(kept, each.rank)
-                moments += rows * sum(
-                    _row_bytes(slot.format, 1 if slot.extent == "row" else each.rank)
-                    for slot in slots
-                    if slot.extent != "column"
-                )
-        return projectors * world_size > moments
+        return shards_projectors(self.parameter_plans(), self.kept, world_size)
+
+    def parameter_plans(self) -> list[ParameterPlan]:
+        """Every trained parameter, in order, and how it is projected."""
+        plans = []
+        for parameter, each in self.by_parameter.items():
+            if not parameter.requires_grad:
+                continue
+            rows, columns = matrix_shape(each.shape) if len(each.shape) >= 2 else (math.prod(each.shape), 0)
+            numel = rows * max(columns, 1)
+            side = each.side.name if each.side is not None else ""
+            plans.append(ParameterPlan(each.name, numel, columns, each.rank if side else 0, side))
+        return plans
 
     def plan(self, binding: FlatBinding, *, gap: int, dtype: torch.dtype, nested: bool) -> FlatPlan:
         """The plan for a tensor.
@@ -317,10 +321,6 @@ def _turns(decisions: Sequence[Decision], parameters: LowRankParameters) -> list
     return [Fraction(before, total) for before in itertools.accumulate(costs, initial=0)][:-1]
 
 
-def _row_bytes(kept: RowFormat, columns: int) -> int:
-    return sum(width * dtype.itemsize for width, dtype in kept.parts(columns).values())
-
-
 def _in_batches(side: Side, matrices: Sequence[Matrix]) -> list[Batch]:
     batches: list[Batch] = []
     pending: list[Matrix] = []
@@ -341,6 +341,7 @@ def decide(
     described: Mapping[Tensor, Described],
     parameters: LowRankParameters,
     rule: Rule,
+    kept: Kept,
 ) -> Decisions:
     """Decide about every parameter.
 
@@ -356,6 +357,8 @@ def decide(
         The optimizer's hyperparameters.
     rule
         Its update rule.
+    kept
+        What it keeps of each parameter.
 
     Raises
     ------
@@ -391,7 +394,7 @@ def decide(
             "rank: no parameter is projected; set a rank below the smaller side of the matrices, for the optimizer"
             " (with model=... or named parameters) or for the groups to be projected"
         )
-    return Decisions(decisions, parameters, rule, too_small, ignored)
+    return Decisions(decisions, parameters, rule, kept, too_small, ignored)
 
 
 def _targets(

@@ -7,33 +7,21 @@ optimizer, the precision and the ZeRO stage (:func:`copies`). Communication is c
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ds_galore.errors import ConfigError
-from ds_galore.tools.memory import MemoryPlan, ParameterPlan, plan_memory
+from ds_galore.tools.formats import BLOCK, FP32, RowFormat
+from ds_galore.tools.memory import Kept, MemoryPlan, ParameterPlan, plan_memory, shards_projectors
+from ds_galore.tools.optimizers import Optimizer
+from ds_galore.tools.storage import Schedule, storage
 
-__all__ = [
-    "FAMILY",
-    "OPTIMIZERS",
-    "PAPER",
-    "Estimate",
-    "Job",
-    "Llama",
-    "Schedule",
-    "estimate",
-    "optimizer_named",
-    "paper_table",
-    "parse_count",
-]
+__all__ = ["Estimate", "Job", "copies", "estimate", "parse_count"]
 
 MAX_PARAMETERS = 1e18
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-#: An 8-bit state has a float32 scale for each block of so many elements (bitsandbytes' blockwise quantisation).
-BLOCK = 256
 #: The JSON and safetensors headers that stand for a tensor in a checkpoint of ours, roughly: bytes a tensor and state.
 METADATA = 400
 
@@ -42,66 +30,6 @@ MEASURED = "measured on a 25.6M-parameter Llama in fp32 (docs/performance.md)"
 FULL = (1.19, 1.20)
 LOW_RANK_DIFFERENCE = (2.2, 2.45)
 PLAIN_DIFFERENCE = (1.20, 1.27)
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """What an optimizer keeps.
-
-    Parameters
-    ----------
-    name
-        Of :data:`OPTIMIZERS`.
-    moments
-        Numbers for each element; of a factored one, first moments only.
-    factored
-        Whether the second moment of a matrix is kept as a row and a column (Adafactor). Not under ZeRO 1 to 3, which
-        hand an optimizer flat vectors.
-    eight_bit
-        Whether moments take a byte.
-    low_rank
-        Whether matrices are projected (GaLore).
-    """
-
-    name: str
-    moments: int
-    factored: bool = False
-    eight_bit: bool = False
-    low_rank: bool = False
-
-
-def _optimizers() -> dict[str, Optimizer]:
-    plain = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2, "lion": 1, "adafactor": 0}
-    found = {}
-    for low_rank in (False, True):
-        for name, moments in plain.items():
-            full = f"galore_{name}" if low_rank else name
-            found[full] = Optimizer(full, moments, name == "adafactor", low_rank=low_rank)
-            if moments:
-                found[f"{full}_8bit"] = Optimizer(f"{full}_8bit", moments, eight_bit=True, low_rank=low_rank)
-    return found
-
-
-OPTIMIZERS = _optimizers()
-#: Names that DeepSpeed, torch and this package have for some of them.
-_ALIASES = {"galoreadamw": "galore_adamw", "fusedadam": "adamw", "deepspeedcpuadam": "adamw", "fusedlion": "lion"}
-
-
-def optimizer_named(name: str) -> Optimizer:
-    """An optimizer by its name, whatever its case and dashes.
-
-    Raises
-    ------
-    ConfigError
-        If none has it.
-    """
-    plain = re.sub(r"_?8_?bit$", "_8bit", name.lower().replace("-", "_"))
-    found = OPTIMIZERS.get(_ALIASES.get(plain, plain))
-    if found is None:
-        from ds_galore.config import nearest
-
-        raise ConfigError(f"optimizer is {name!r}: no such optimizer{nearest(plain, OPTIMIZERS)}")
-    return found
 
 
 def parse_count(text: str) -> int:
@@ -121,111 +49,7 @@ def parse_count(text: str) -> int:
     return number
 
 
-# ---------------------------------------------------------------------- Llamas
-
-
-@dataclass(frozen=True)
-class Llama:
-    """The shapes of a Llama with untied embeddings, and full attention.
-
-    Parameters
-    ----------
-    hidden, intermediate, layers, vocabulary
-        As in its ``config.json``.
-    """
-
-    hidden: int
-    intermediate: int
-    layers: int
-    vocabulary: int = 32000
-
-    def plans(self, rank: int | None) -> list[ParameterPlan]:
-        """Its parameters; matrices of attention and MLP projected to ``rank`` where it is given, as ``std`` does."""
-        square, wide = (self.hidden, self.hidden), (self.intermediate, self.hidden)
-        layer = [square] * 4 + [wide] * 2 + [(self.hidden, self.intermediate)]
-        found = [ParameterPlan("embeddings and head", self.vocabulary * self.hidden)] * 2
-        for _ in range(self.layers):
-            found += [_projected("matrix", rows, columns, rank) for rows, columns in layer]
-            found += [ParameterPlan("norm", self.hidden)] * 2
-        return [*found, ParameterPlan("norm", self.hidden)]
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters."""
-        return sum(plan.numel for plan in self.plans(None))
-
-
-def _projected(name: str, rows: int, columns: int, rank: int | None) -> ParameterPlan:
-    if rank is None or rank >= min(rows, columns):
-        return ParameterPlan(name, rows * columns, columns)
-    return ParameterPlan(name, rows * columns, columns, rank, "right" if rows >= columns else "left")
-
-
-#: The GaLore paper's models (its table 5, and galore's configs for 1B and 7B).
-FAMILY = {
-    "60M": Llama(512, 1376, 8),
-    "130M": Llama(768, 2048, 12),
-    "350M": Llama(1024, 2736, 24),
-    "1B": Llama(2048, 5461, 24),
-    "7B": Llama(4096, 11008, 32),
-}
-#: The GaLore paper's table 2: rank, and G of bf16 weights and optimizer states with full-rank AdamW and with GaLore.
-PAPER = {"60M": (128, 0.36, 0.24), "130M": (256, 0.76, 0.52), "350M": (256, 2.06, 1.22), "1B": (512, 7.80, 4.38)}
-
-
-def paper_table() -> list[dict[str, Any]]:
-    """The GaLore paper's table 2 beside the same by shapes, in bytes: everything bf16, one rank, no gradients."""
-    rows = []
-    for name, (rank, full, galore) in PAPER.items():
-        plans, low = FAMILY[name].plans(None), FAMILY[name].plans(rank)
-        sizes = [_weights_and_states(each) for each in (plans, low)]
-        for label, size, paper in (("full-rank", sizes[0], full), ("GaLore", sizes[1], galore)):
-            rows.append(
-                {
-                    "model": name,
-                    "method": label,
-                    "rank": rank if label == "GaLore" else None,
-                    "bytes": size,
-                    "gib": size / 2**30,
-                    "paper_g": paper,
-                    "difference": size / 2**30 / paper - 1,
-                }
-            )
-    return rows
-
-
-def _weights_and_states(plans: Sequence[ParameterPlan]) -> int:
-    plan = plan_memory(plans, world_size=1, weight_bytes=2, projector_bytes=2, stage=0, moment_bytes=2)
-    return plan.weights + plan.moments + plan.projectors
-
-
 # ---------------------------------------------------------------------- jobs
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How often a run saves, and what it keeps.
-
-    Parameters
-    ----------
-    steps, save_every
-        Steps of the run, and between two saves.
-    keep_last
-        How many of the newest stay; all without.
-    full_every
-        Every which checkpoint is full.
-    keep_every
-        Checkpoints after multiples of so many steps stay too.
-    incremental
-        Whether a difference is to the checkpoint before, and not to the last full one.
-    """
-
-    steps: int
-    save_every: int
-    keep_last: int | None = None
-    full_every: int = 10
-    keep_every: int | None = None
-    incremental: bool = False
 
 
 @dataclass(frozen=True)
@@ -237,13 +61,14 @@ class Job:
     plans
         The parameters.
     optimizer
-        Of :data:`OPTIMIZERS`.
+        Of :data:`.OPTIMIZERS`.
     precision, state_precision
-        ``"fp32"``, ``"bf16"`` or ``"fp16"``: of weights and gradients; of masters and moments.
+        ``"fp32"``, ``"bf16"`` or ``"fp16"``: of weights and gradients; of masters, and of moments where the optimizer
+        does not say what they are.
     stage, world_size
         Of ZeRO, and number of ranks.
-    projector_bytes
-        Of an element of a projector.
+    master_precision
+        Of masters, where it is not ``state_precision``.
     sharded
         Whether right projectors are kept in parts; None is for the rule of ``projector_storage: auto``.
     scale
@@ -262,7 +87,7 @@ class Job:
     state_precision: str = "fp32"
     stage: int = 0
     world_size: int = 1
-    projector_bytes: int = 4
+    master_precision: str | None = None
     sharded: bool | None = None
     scale: float = 1.0
     parameters: int | None = None
@@ -270,8 +95,9 @@ class Job:
     assumptions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, value in (("precision", self.precision), ("state_precision", self.state_precision)):
-            if value not in BYTES:
+        for name in ("precision", "state_precision", "master_precision"):
+            value = getattr(self, name)
+            if value not in BYTES and (name, value) != ("master_precision", None):
                 raise ConfigError(f"{name} is {value!r}: it must be {', '.join(BYTES)}")
         if self.stage not in (0, 1, 2, 3):
             raise ConfigError(f"zero_stage is {self.stage}: it must be 0, 1, 2 or 3")
@@ -280,6 +106,18 @@ class Job:
     def numel(self) -> int:
         """Number of parameters."""
         return self.parameters if self.parameters is not None else sum(plan.numel for plan in self.plans)
+
+    @property
+    def kept(self) -> Kept:
+        """What the optimizer keeps."""
+        return self.optimizer.kept(self.state_precision)
+
+    @property
+    def shards(self) -> bool:
+        """Whether right projectors are kept in parts."""
+        if self.sharded is not None:
+            return self.sharded
+        return self.stage > 0 and shards_projectors(self.plans, self.kept, self.world_size)
 
 
 @dataclass
@@ -297,56 +135,49 @@ class Estimate:
     checkpoint: dict[str, Any]
     total_bytes: int
     traffic_per_step: dict[str, int]
+    formats: dict[str, str | None] = field(default_factory=dict)
     storage: dict[str, Any] | None = None
     assumptions: list[str] = field(default_factory=list)
 
 
-def _moment_bytes(job: Job) -> float:
-    return 1 + 4 / BLOCK if job.optimizer.eight_bit else BYTES[job.state_precision]
-
-
 def _separate_master(job: Job) -> int:
     """Bytes of an element of a master copy beside the weights; DeepSpeed keeps one at every stage from 1 on."""
+    if job.master_precision is not None:
+        return BYTES[job.master_precision] if job.stage or job.master_precision != job.precision else 0
     wider = BYTES[job.state_precision] > BYTES[job.precision]
     return max(BYTES[job.state_precision], BYTES[job.precision]) if job.stage or wider else 0
 
 
-def _memory(job: Job, rank: int) -> MemoryPlan:
-    sharded = job.sharded if job.sharded is not None else _shards(job)
-    plan = plan_memory(
-        job.plans,
-        world_size=job.world_size,
-        rank=rank,
-        weight_bytes=BYTES[job.precision],
-        master_bytes=_separate_master(job),
-        projector_bytes=job.projector_bytes,
-        sharded=sharded,
-        stage=job.stage,
-        moments=job.optimizer.moments,
-        moment_bytes=_moment_bytes(job),
-        factored=job.optimizer.factored,
-    )
+def _memory(job: Job, rank: int, kept: Kept | None = None) -> MemoryPlan:
+    """The memory of a rank; ``kept`` stands for what the optimizer keeps."""
+    common: dict[str, Any] = {
+        "world_size": job.world_size,
+        "rank": rank,
+        "weight_bytes": BYTES[job.precision],
+        "master_bytes": _separate_master(job),
+        "stage": job.stage,
+    }
+    plan = plan_memory(job.plans, kept=job.kept if kept is None else kept, sharded=job.shards, **common)
     if job.parameters is None:
         return plan
-    true = plan_memory(
-        [ParameterPlan("all", job.parameters)],
-        world_size=job.world_size,
-        rank=rank,
-        weight_bytes=BYTES[job.precision],
-        master_bytes=_separate_master(job),
-        stage=job.stage,
-        moments=0,
-    )
+    true = plan_memory([ParameterPlan("all", job.parameters)], **common)
     moments, projectors = round(plan.moments * job.scale), round(plan.projectors * job.scale)
-    return MemoryPlan(true.weights, true.master_weights, true.gradients, moments, projectors)
+    return replace(true, moments=moments, projectors=projectors)
 
 
-def _shards(job: Job) -> bool:
-    """The rule of ``projector_storage: auto``."""
-    right = [plan for plan in job.plans if plan.side == "right"]
-    projectors = sum(plan.columns * plan.rank for plan in right) * job.projector_bytes
-    moments = sum(2 * 4 * plan.numel // plan.columns * plan.rank for plan in right)
-    return job.stage > 0 and job.world_size > 1 and projectors * job.world_size > moments
+def _formats(job: Job) -> dict[str, str | None]:
+    """What states are kept in; None for what there is not."""
+    kept, low_rank = job.kept, job.optimizer.low_rank
+    master = job.master_precision or job.state_precision
+    return {
+        "master_weights": (master if BYTES[master] >= BYTES[job.precision] else job.precision)
+        if _separate_master(job)
+        else None,
+        "moments": (kept.projected if low_rank else kept.unprojected).name if kept.moments else None,
+        "unprojected_moments": kept.unprojected.name if kept.moments and low_rank else None,
+        "factored_moments": kept.factored.name if kept.factored is not None else None,
+        "projectors": kept.projectors.name if kept.projectors is not None else None,
+    }
 
 
 def _as_dict(plan: MemoryPlan) -> dict[str, int]:
@@ -367,14 +198,15 @@ def estimate(job: Job, schedule: Schedule | None = None) -> Estimate:
     checkpoint = _checkpoint(job, assumptions)
     more = job.world_size - len(ranks)
     total = {key: sum(_as_dict(plan)[key] for plan in ranks) + more * value for key, value in _as_dict(fullest).items()}
-    if job.optimizer.factored and job.stage:
+    if job.optimizer.factored and job.stage and job.kept.flat:
         assumptions.append("ZeRO hands Adafactor flat vectors, whose second moments cannot be factored")
-    if job.optimizer.low_rank and job.optimizer.name != "galore_adamw":
+    if job.optimizer.low_rank and not job.optimizer.ours:
         assumptions.append(f"{job.optimizer.name} is not in this package: its states are those of galore-torch")
     if job.optimizer.low_rank and job.stage in (1, 2):
-        assumptions.append("GaLoreAdamW does not run under ZeRO 1 and 2 yet; its states are taken as spread evenly")
-    if job.optimizer.eight_bit:
-        assumptions.append(f"8-bit moments: a byte an element and a float32 scale every {BLOCK} (bitsandbytes)")
+        assumptions.append(
+            f"{job.optimizer.name} does not run under ZeRO 1 and 2 yet; its states are taken as evenly spread"
+        )
+    assumptions += _of_formats(job)
     assumptions.append("memory is of model states: no activations, buffers of communication, fragmentation")
     return Estimate(
         parameters=job.numel,
@@ -388,9 +220,23 @@ def estimate(job: Job, schedule: Schedule | None = None) -> Estimate:
         checkpoint=checkpoint,
         total_bytes=checkpoint["total"],
         traffic_per_step=_traffic(job),
-        storage=_storage(schedule, checkpoint) if schedule is not None else None,
+        formats=_formats(job),
+        storage=storage(schedule, checkpoint) if schedule is not None else None,
         assumptions=assumptions,
     )
+
+
+def _of_formats(job: Job) -> list[str]:
+    """What is to be known of the states' formats."""
+    kept, found = job.kept, []
+    if kept.moments and (kept.unprojected.scaled or (kept.projected.scaled and job.optimizer.low_rank)):
+        found.append(
+            f"8-bit moments: a byte an element and a float32 scale every {BLOCK} (bitsandbytes), of projected ones in"
+            " each row anew; of parameters below 4096 elements fp32"
+        )
+    if job.optimizer.low_rank and not job.optimizer.keeps_projectors:
+        found.append("projectors are drawn from a seed when they are used, and none is kept")
+    return found
 
 
 def copies(job: Job) -> dict[str, int]:
@@ -407,26 +253,29 @@ def copies(job: Job) -> dict[str, int]:
 
 def _checkpoint(job: Job, assumptions: list[str]) -> dict[str, Any]:
     """Bytes of one checkpoint: DeepSpeed's own, and ours."""
-    whole = _memory(Job(**{**vars(job), "world_size": 1, "sharded": False}), 0)
+    alone = replace(job, world_size=1, sharded=False)
+    whole = _memory(alone, 0)
     parts = {name: width * job.numel for name, width in copies(job).items()}
     parts["moments"], parts["projectors"] = whole.moments, whole.projectors
-    states = 1 + job.optimizer.moments + (1 if job.optimizer.low_rank else 0)
+    states = 1 + job.optimizer.moments + (1 if job.optimizer.keeps_projectors else 0)
     parts["metadata"] = METADATA * states * len(job.plans)
     total = sum(parts.values())
     # Ours stores weights that are their masters, rounded, once.
     spared = parts["weights"] if parts["weights"] and parts["master_weights"] else 0
     full = total - spared
-    if job.state_dtype != "exact" and job.state_precision == "fp32":
+    if job.state_dtype != "exact":
         width = 2 if job.state_dtype == "bf16" else 1 + 4 / BLOCK
-        full -= round(parts["moments"] * (1 - width / 4))
-    low = job.optimizer.low_rank
-    difference = LOW_RANK_DIFFERENCE if low else PLAIN_DIFFERENCE
-    known = job.state_precision == "fp32" and not job.optimizer.eight_bit and job.state_dtype == "exact"
+        full -= round(_memory(alone, 0, _in_fp32(job.kept)).moments * (1 - width / 4))
+    predicted = job.optimizer.low_rank_update and job.optimizer.keeps_projectors  # from the basis in the checkpoint
+    difference = LOW_RANK_DIFFERENCE if predicted else PLAIN_DIFFERENCE
+    formats = {name for name in _formats(job).values() if name is not None}
+    known = formats <= {"fp32"} and job.state_dtype == "exact"
+    known = known and (predicted or not job.optimizer.low_rank)
     if known:
         basis = MEASURED
         ranges = [[round(full / ratio) for ratio in sorted(pair, reverse=True)] for pair in (FULL, difference)]
     else:
-        basis = "not measured with such states: from nothing gained to what fp32 states gained"
+        basis = "not measured with such states or updates: from nothing gained to what fp32 states gained"
         ranges = [[round(full / max(pair)), full] for pair in (FULL, difference)]
     assumptions.append(f"compressed sizes: {basis}; a difference is to a base some tens of steps before")
     return {
@@ -437,6 +286,20 @@ def _checkpoint(job: Job, assumptions: list[str]) -> dict[str, Any]:
         "differential_compressed": ranges[1],
         "basis": basis,
     }
+
+
+#: For moments that are not to be counted.
+_NOTHING = RowFormat("nothing", 0)
+
+
+def _in_fp32(kept: Kept) -> Kept:
+    """Those of the moments that are fp32: ``state_dtype`` is about them alone."""
+    return replace(
+        kept,
+        projected=kept.projected if kept.projected is FP32 else _NOTHING,
+        unprojected=kept.unprojected if kept.unprojected is FP32 else _NOTHING,
+        factored=None if kept.factored is not FP32 else kept.factored,
+    )
 
 
 def _traffic(job: Job) -> dict[str, int]:
@@ -450,78 +313,11 @@ def _traffic(job: Job) -> dict[str, int]:
     }
     low_rank = 0.0
     if job.optimizer.low_rank and job.stage and job.world_size > 1:
-        sharded = job.sharded if job.sharded is not None else _shards(job)
+        shards, kept = job.shards, job.kept
         for plan in job.plans:
             if plan.side == "left":  # low-rank gradients are reduced and scattered, directions gathered
                 low_rank += 2 * 4 * plan.columns * plan.rank
-            elif plan.side == "right" and sharded:
-                low_rank += job.projector_bytes * plan.columns * plan.rank
+            elif plan.side == "right" and shards:
+                low_rank += kept.projector(plan.columns, plan.rank)
     found["low_rank"] = round(low_rank * share * job.scale)
     return {**found, "total": sum(found.values())}
-
-
-def _storage(schedule: Schedule, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Bytes that a run's checkpoints take in the end, and that are written to get there."""
-    for name, value in (
-        ("steps", schedule.steps),
-        ("save_every", schedule.save_every),
-        ("full_every", schedule.full_every),
-    ):
-        if value < 1:
-            raise ConfigError(f"{name} is {value}: it must be positive")
-    if schedule.keep_last is not None and schedule.keep_last < 1:
-        raise ConfigError(f"keep_last is {schedule.keep_last}: at least one checkpoint has to stay")
-    saves = schedule.steps // schedule.save_every
-    if not saves:
-        raise ConfigError(
-            f"save_every is {schedule.save_every}, and the run has {schedule.steps} steps: nothing is saved"
-        )
-    last = saves if schedule.keep_last is None else min(schedule.keep_last, saves)
-    every = schedule.keep_every
-    stays = [
-        index
-        for index in range(saves)
-        if index >= saves - last or (every is not None and (index + 1) * schedule.save_every % every == 0)
-    ]
-    kept = len(stays)
-    fulls = math.ceil(saves / schedule.full_every)
-    files = set()  # that those checkpoints consist of, by the index of the save that wrote them
-    for index in stays:
-        base = index // schedule.full_every * schedule.full_every
-        files |= set(range(base, index + 1)) if schedule.incremental else {base, index}
-    bases = sum(1 for index in files if index % schedule.full_every == 0)
-    differences = len(files) - bases
-    full, diff = checkpoint["full_compressed"], checkpoint["differential_compressed"]
-    return {
-        "saves": saves,
-        "kept": kept,
-        "full_on_disk": bases,
-        "differential_on_disk": differences,
-        "deepspeed": kept * checkpoint["total"],
-        "ours": [bases * a + differences * b for a, b in zip(full, diff, strict=True)],
-        "deepspeed_written": saves * checkpoint["total"],
-        "ours_written": [fulls * a + (saves - fulls) * b for a, b in zip(full, diff, strict=True)],
-    }
-
-
-def assumed(parameters: int, optimizer: Optimizer, rank: int | None) -> tuple[list[ParameterPlan], float, list[str]]:
-    """Plans for a number of parameters alone, the scale of their counts, and what is assumed."""
-    if not optimizer.low_rank and not optimizer.factored:
-        return [ParameterPlan("all", parameters)], 1.0, []
-    name = min(FAMILY, key=lambda each: abs(math.log(FAMILY[each].parameters / parameters)))
-    found = FAMILY[name].plans(rank if optimizer.low_rank else None)
-    if optimizer.low_rank and not any(plan.side for plan in found):
-        raise ConfigError(f"rank is {rank}: no matrix of a Llama {name} is larger; set a smaller one")
-    scale = parameters / FAMILY[name].parameters
-    text = f"shapes are those of a Llama {name} ({FAMILY[name].parameters:,} parameters), counts scaled by {scale:.3g}"
-    how = ", matrices of attention and MLP projected as std does" if optimizer.low_rank else ""
-    return found, scale, [f"{text}{how}; --model-config gives the model's own"]
-
-
-def paper_row(parameters: int, shapes: Iterable[int]) -> str | None:
-    """The name in the paper's table of a model with these numbers of elements, if it is one of its models."""
-    numels = sorted(shapes)
-    for name in PAPER:
-        if FAMILY[name].parameters == parameters and sorted(p.numel for p in FAMILY[name].plans(None)) == numels:
-            return name
-    return None

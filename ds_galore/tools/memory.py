@@ -7,11 +7,15 @@ for a moment. Imports nothing of torch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-__all__ = ["MemoryPlan", "ParameterPlan", "plan_memory"]
+from ds_galore.tools.formats import FP32, RowFormat
+
+__all__ = ["Kept", "MemoryPlan", "ParameterPlan", "plan_memory", "shards_projectors"]
+
+#: A parameter of fewer elements keeps moments of 4 bytes where others are quantised (as in bitsandbytes).
+SMALLEST_QUANTISED = 4096
 
 
 @dataclass(frozen=True)
@@ -27,9 +31,9 @@ class ParameterPlan:
     columns
         Columns of the matrix as which it is projected, or factored; 0 for what is no matrix.
     rank
-        Of the projection; 0 for plain AdamW.
+        Of the projection; 0 for what is not projected.
     side
-        ``"right"``, ``"left"``, or ``""`` for plain AdamW.
+        ``"right"``, ``"left"``, or ``""`` for what is not projected.
     """
 
     name: str
@@ -60,20 +64,81 @@ class MemoryPlan:
         return self.moments + self.projectors
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What an optimizer keeps of each parameter, and in which formats.
+
+    Of a projected matrix of ``m x n`` numbers it keeps, of rank ``r``, the moments of a low-rank gradient: from the
+    right ``m x r``, of which a rank has the rows that it touches; from the left ``n x r``, of which it has
+    ``ceil(n / W)`` rows. In the formats of rows each of these is quantised for itself.
+
+    Parameters
+    ----------
+    moments
+        Moments of the gradient's (low-rank) shape: 2 for Adam.
+    projected, unprojected
+        Their formats: of projected matrices, and of everything else (embeddings, head, norms).
+    projectors
+        The format of projectors; None where they are drawn anew from a seed, and none is kept.
+    factored
+        The format of second moments that come on top as a row and a column of a matrix (Adafactor), and as a number
+        an element of what is none; None for an optimizer that has no such.
+    flat
+        Whether ZeRO's flat vectors hide matrices from it, as they do from any optimizer but ours: its second moments
+        cannot be factored there, and it quantises small parameters like the rest of the vector.
+    """
+
+    moments: int = 2
+    projected: RowFormat = FP32
+    unprojected: RowFormat = FP32
+    projectors: RowFormat | None = FP32
+    factored: RowFormat | None = None
+    flat: bool = False
+
+    def low_rank(self, rows: int, rank: int) -> int:
+        """Bytes of the moments of ``rows`` rows of a low-rank gradient."""
+        numbers = self.factored.rows(1, rows + rank) if self.factored is not None else 0
+        return self.moments * self.projected.rows(rows, rank) + numbers
+
+    def projector(self, rows: int, rank: int) -> int:
+        """Bytes of ``rows`` rows of a projector."""
+        return self.projectors.rows(rows, rank) if self.projectors is not None else 0
+
+
+def shards_projectors(parameters: Iterable[ParameterPlan], kept: Kept, world_size: int) -> bool:
+    """Whether right projectors are kept in parts: the rule of ``projector_storage: auto``.
+
+    Sharded are those that would take more memory on a rank, if they were whole there, than the moments of the same
+    matrices do, whose memory shrinks with the number of ranks.
+
+    Parameters
+    ----------
+    parameters
+        Of which those count that are projected from the right.
+    kept
+        What is kept of them.
+    world_size
+        How many ranks share a parameter.
+    """
+    projectors = moments = 0
+    for each in parameters:
+        if each.side == "right":
+            projectors += kept.projector(each.columns, each.rank)
+            moments += kept.low_rank(each.numel // each.columns, each.rank)
+    return world_size > 1 and projectors * world_size > moments
+
+
 def plan_memory(
     parameters: Iterable[ParameterPlan],
     *,
     world_size: int,
     rank: int = 0,
+    kept: Kept | None = None,
+    sharded: bool = False,
     weight_bytes: int = 4,
     master_bytes: int | None = None,
     gradient_bytes: int | None = None,
-    projector_bytes: int = 4,
-    sharded: bool = False,
     stage: int = 3,
-    moments: int = 2,
-    moment_bytes: float = 4,
-    factored: bool = False,
 ) -> MemoryPlan:
     """The memory of one rank.
 
@@ -83,34 +148,29 @@ def plan_memory(
         The trained parameters.
     world_size, rank
         Of how many ranks, and which.
+    kept
+        What the optimizer keeps; where not given, AdamW's and GaLoreAdamW's in fp32.
+    sharded
+        Whether right projectors are spread over the ranks.
     weight_bytes
         4 for fp32 training, 2 for bf16 or fp16.
     master_bytes
         Bytes of an element of a separate master copy; where not given, 4, or 0 for fp32 without ZeRO. (Under
         ZeRO-3 DeepSpeed 0.19.8 means to share fp32 weights with their masters, but compares a device with its name,
-        and never does.)
+        and never does.) 2 with DeepSpeed's ``bf16_master_weights_and_grads``.
     gradient_bytes
         Bytes of an element of the gradient partition; ``weight_bytes`` where not given.
-    projector_bytes
-        4 for fp32, 2 for bf16.
-    sharded
-        Whether right projectors are spread over the ranks.
     stage
         Of ZeRO: 0 partitions nothing, 1 masters and the optimizer's state, 2 gradients too, 3 everything.
-    moments, moment_bytes
-        Numbers that the optimizer keeps for each element, of a matrix that is projected for each element of its
-        low-rank gradient; and their bytes.
-    factored
-        Whether second moments come on top: of a matrix a row and a column, where nothing is partitioned; of anything
-        else, and under ZeRO, a number an element.
 
     Returns
     -------
     MemoryPlan
         With the padding that ZeRO-3 adds to each parameter.
     """
+    kept = Kept() if kept is None else kept
     ranks, place = (world_size, rank) if stage else (1, 0)
-    part_of_rank = elements = numbers = projectors = 0
+    part_of_rank = elements = in_vectors = moments = projectors = 0
     for each in parameters:
         part = -(-each.numel // ranks)
         elements += each.numel
@@ -119,18 +179,19 @@ def plan_memory(
         touched = 0
         if each.columns and start < stop:
             touched = (stop - 1) // each.columns - start // each.columns + 1
-        column_share = -(-each.columns // ranks)
         if not each.side:
-            held, rows, columns = stop - start, touched, each.columns
-        elif each.side == "right":
-            held, rows, columns = touched * each.rank, touched, each.rank
-            projectors += (column_share if sharded else each.columns) * each.rank
-        else:
-            held, rows, columns = column_share * each.rank, column_share, each.rank
-            projectors += touched * each.rank
-        numbers += moments * held
-        if factored:
-            numbers += rows + columns if each.columns and not stage else held
+            if kept.flat and stage:
+                in_vectors += stop - start
+            else:
+                moments += _unprojected(kept, each, start, stop, touched)
+            continue
+        column_share = -(-each.columns // ranks)
+        right = each.side == "right"
+        moments += kept.low_rank(touched if right else column_share, each.rank)
+        basis_rows = (column_share if sharded else each.columns) if right else touched
+        projectors += kept.projector(basis_rows, each.rank)
+    moments += kept.moments * kept.unprojected.stretch(0, in_vectors)
+    moments += kept.factored.rows(1, in_vectors) if kept.factored is not None else 0
     if master_bytes is None:
         master_bytes = 4 if stage or weight_bytes < 4 else 0
     gradients = weight_bytes if gradient_bytes is None else gradient_bytes
@@ -138,6 +199,15 @@ def plan_memory(
         weights=(part_of_rank if stage == 3 else elements) * weight_bytes,
         master_weights=part_of_rank * master_bytes,
         gradients=(part_of_rank if stage >= 2 else elements) * gradients,
-        moments=math.ceil(numbers * moment_bytes),
-        projectors=projectors * projector_bytes,
+        moments=moments,
+        projectors=projectors,
     )
+
+
+def _unprojected(kept: Kept, plan: ParameterPlan, start: int, stop: int, touched: int) -> int:
+    """Bytes of the moments of the elements ``start`` to ``stop`` of a parameter that is not projected."""
+    small = plan.numel < SMALLEST_QUANTISED and kept.unprojected.scaled
+    numbers = kept.moments * (FP32 if small else kept.unprojected).stretch(start, stop)
+    if kept.factored is not None:
+        numbers += kept.factored.rows(1, touched + plan.columns if plan.columns else stop - start)
+    return numbers

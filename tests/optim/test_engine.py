@@ -272,7 +272,7 @@ def memory(settings: dict[str, Any], extra: dict[str, Any]) -> dict[str, int]:
         world_size=world_size,
         rank=dist.get_rank(),
         **element_sizes(engine),
-        projector_bytes=optimizer.projector_bytes,
+        kept=optimizer.kept,
         sharded=optimizer.shards_projectors(world_size),
     )
     for kind, value in found.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +11,18 @@ import pytest
 import torch
 from galore_torch import GaLoreAdamW as TheirGaLore
 
+from ds_galore.cli.described import job_of, settings_of
+from ds_galore.cli.planning import estimate as estimate_command
 from ds_galore.errors import ConfigError
-from ds_galore.tools.estimate import (
-    FAMILY,
-    OPTIMIZERS,
-    PAPER,
-    Job,
-    Llama,
-    Schedule,
-    estimate,
-    optimizer_named,
-    paper_table,
-    parse_count,
-)
+from ds_galore.tools.estimate import Job, estimate, parse_count
+from ds_galore.tools.llamas import FAMILY, Llama
 from ds_galore.tools.memory import ParameterPlan
+from ds_galore.tools.optimizers import OPTIMIZERS, optimizer_named
+from ds_galore.tools.storage import Schedule
+from ds_galore.tools.tables import PAPER, crossover_table, eight_bit_table, optimizer_bytes, paper_table
 from tests import jobs
 from tests.checkpoint.engines import ADAMW, BATCH, BF16
-from tests.test_cli import CONFIG, command
+from tests.test_cli import CONFIG, ROOT, command
 
 
 def answer(*arguments: str) -> Any:
@@ -74,6 +70,251 @@ def test_the_papers_table_is_beside_ours():
     # A square matrix keeps two moments of 1024 x 256 and a projector as large; a wide one has moments of 2736 x 256.
     low = 24 * (4 * 3 * 1024 * 256 + 3 * (2 * 2736 + 1024) * 256)
     assert rows["350M", "GaLore"]["bytes"] == 2 * numel + 2 * (2 * (numel - matrices) + low)
+
+
+# ---------------------------------------------------------------------- states in few bits
+
+#: A Llama 7B by hand: rows and columns of the seven matrices of a layer, and what is not projected.
+ROWS, COLUMNS = 4 * 4096 + 2 * 11008 + 4096, 4 * 4096 + 2 * 4096 + 11008
+UNPROJECTED, NORMS = 2 * 32000 * 4096, 65 * 4096
+NUMEL = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + UNPROJECTED + NORMS
+SCALED = 1024 + 4 * 4  # a row of 1024 bytes and its scales
+
+
+def rows_of_table() -> dict[tuple[Any, ...], dict[str, Any]]:
+    keys = ("optimizer", "rank", "moments", "unprojected_moments", "projectors")
+    return {tuple(row[key] for key in keys): row for row in eight_bit_table()}
+
+
+def test_8_bit_galore_of_7b_is_over_82_percent_below_bf16_adamw():
+    table = rows_of_table()
+    bf16 = table["adamw", None, "bf16", "bf16", None]["bytes"]["1"]
+    assert bf16 == 4 * NUMEL == 26_953_662_464
+    moments = 2 * (32 * ROWS * SCALED + (UNPROJECTED + NORMS) * 260 // 256)
+    for projectors, row, saved in (("int8", SCALED, 0.8313), ("int4", 512 + 16, 0.8530)):
+        found = table["galore_adamw_8bit", 1024, "8bit", "8bit", projectors]
+        assert found["bytes"]["1"] == moments + 32 * COLUMNS * row
+        assert found["below_bf16_adamw"] >= 0.825
+        assert found["below_bf16_adamw"] == pytest.approx(saved, abs=1e-4)
+        assert found["sharded"] == {"1": False, "8": True, "64": True}
+
+
+def test_sharded_8_bit_galore_wins_against_8_bit_adamw_on_many_ranks():
+    table = rows_of_table()
+    adamw = table["adamw_8bit", None, "8bit", "8bit", None]["bytes"]
+    parts = {size: NUMEL // size for size in (1, 8, 64)}
+    assert adamw == {str(size): 2 * (part + 4 * -(-part // 256)) for size, part in parts.items()}
+    for projectors in ("bf16", "int8", "int4"):
+        found = table["galore_adamw_8bit", 1024, "8bit", "8bit", projectors]["bytes"]
+        assert all(found[size] < 0.42 * adamw[size] for size in ("8", "64"))
+    # Every shape divides by 64, so that a rank holds a 64th of it all; of a norm's block it still has the whole scale.
+    found = table["galore_adamw_8bit", 1024, "8bit", "8bit", "int8"]["bytes"]
+    assert found["8"] == found["1"] // 8
+    assert found["64"] == found["1"] // 64 + 2 * 65 * (4 - 1)
+
+
+def test_other_rows_of_the_table_by_hand():
+    table = rows_of_table()
+    low, others = 32 * ROWS * 1024, UNPROJECTED + NORMS
+    sizes = {key: row["bytes"]["1"] for key, row in table.items()}
+    assert sizes["galore_adamw", 1024, "fp32", "fp32", "fp32"] == 8 * (low + others) + 4 * 32 * COLUMNS * 1024
+    assert sizes["galore_adamw", 1024, "bf16", "bf16", "bf16"] == 4 * (low + others) + 2 * 32 * COLUMNS * 1024
+    assert sizes["apollo_adamw", 1024, "fp32", "fp32", None] == 8 * (low + others)
+    assert sizes["apollo_adamw", 1, "fp32", "fp32", None] == 8 * (32 * ROWS + others)
+    assert sizes["apollo_adamw", 1, "8bit", "8bit", None] == 2 * (32 * ROWS * 5 + others * 260 // 256)
+    assert sizes["fira_adamw", 1024, "fp32", "fp32", "fp32"] == sizes["galore_adamw", 1024, "fp32", "fp32", "fp32"]
+    factored = 4 * (32 * (ROWS + 7 * 1024) + 2 * (32000 + 4096) + NORMS)
+    adafactor = table["galore_adafactor", 1024, "factored", "factored", "int8"]["bytes"]
+    assert adafactor["1"] == factored + 32 * COLUMNS * SCALED
+    # Columns are on every rank: 7 x 1024 of a layer, 4096 of embeddings and of the head.
+    whole = 4 * (32 * 7 * 1024 + 2 * 4096)
+    assert adafactor["8"] == (factored - whole + 32 * COLUMNS * SCALED) // 8 + whole
+
+
+def test_from_how_many_ranks_projectors_weigh():
+    rows = {(row["moments"], row["projectors"]): row for row in crossover_table()}
+    assert all(row["sharded_loses_from"] is None for row in rows.values())
+    assert {key: (row["sharded_from"], row["replicated_loses_from"]) for key, row in rows.items()} == {
+        ("fp32", "fp32"): (3, 9),
+        ("fp32", "bf16"): (5, 18),
+        ("bf16", "bf16"): (3, 9),
+        ("8bit", "bf16"): (2, 5),
+        ("8bit", "int8"): (3, 9),
+        ("8bit", "int4"): (5, 18),
+    }
+    # By hand, fp32: AdamW has 8 bytes a parameter on W ranks; we the moments on W ranks, and projectors on each.
+    moments = 8 * (32 * ROWS * 1024 + UNPROJECTED + NORMS)
+    assert 8 < (8 * NUMEL - moments) / (4 * 32 * COLUMNS * 1024) < 9
+
+
+def test_tables_are_shown():
+    done = command("estimate", "--table", "8bit", block="torch")
+    assert (done.returncode, done.stderr) == (0, "")
+    line = next(line for line in done.stdout.splitlines() if "galore_adamw_8bit" in line and "int4" in line)
+    assert all(part in line for part in ("4.0 GB", "495.3 MB", "61.9 MB", "85.3%", "0.29"))
+    assert answer("--table", "8bit") == eight_bit_table()
+    assert "replicated loses" in command("estimate", "--table", "crossover", block="torch").stdout
+    assert answer("--table", "crossover") == crossover_table()
+
+
+def test_the_documented_tables_are_these():
+    text = (ROOT / "docs" / "estimate.md").read_text(encoding="utf-8")
+    for row in eight_bit_table():
+        size = {ranks: value / 1e9 for ranks, value in row["bytes"].items()}
+        cells = [row["optimizer"], row["rank"] or "-", row["moments"], row["unprojected_moments"]]
+        cells += [row["projectors"] or "-", f"{size['1']:.2f}", f"{size['8']:.2f}", f"{size['64']:.3f}"]
+        cells += [f"{row['below_bf16_adamw']:.1%}", f"{row['of_adamw_8bit']['64']:.2f}"]
+        assert f"| {' | '.join(map(str, cells))} |" in text
+    for row in crossover_table():
+        beside = {"8bit": "8 bits"}.get(row["moments"], row["moments"])
+        cells = [row["moments"], row["projectors"], beside, row["sharded_from"], row["replicated_loses_from"]]
+        assert f"| {' | '.join(map(str, cells))} | never |" in text
+
+
+def test_options_plan_what_the_table_has():
+    asked = ("--params", str(NUMEL), "--rank", "1024", "--proj-type", "right", "--zero-stage", "3", "--world-size", "8")
+    int4 = ("--optimizer", "GaLoreAdamW8bit", "--projector-dtype", "int4")
+    found = answer(*asked, *int4)
+    expected = optimizer_bytes(replace(OPTIMIZERS["galore_adamw_8bit"], projector_dtype="int4"), 1024, 8)
+    memory = found["memory_per_rank"]
+    assert (memory["moments"] + memory["projectors"], True) == expected
+    assert memory["projectors"] == 32 * COLUMNS * (512 + 16) // 8
+    assert found["formats"] == {
+        "master_weights": "fp32",
+        "moments": "8bit",
+        "unprojected_moments": "8bit",
+        "factored_moments": None,
+        "projectors": "int4",
+    }
+    whole = answer(*asked, *int4, "--projector-storage", "replicated", "--unprojected-moment-dtype", "fp32")
+    assert whole["memory_per_rank"]["projectors"] == 32 * COLUMNS * (512 + 16)
+    assert whole["memory_per_rank"]["moments"] == 2 * (32 * ROWS * SCALED + 4 * (UNPROJECTED + NORMS)) // 8
+    assert found["traffic_per_step"]["low_rank"] == 32 * COLUMNS * (512 + 16) * 7 // 8  # gathered as it is kept
+    assert whole["traffic_per_step"]["low_rank"] == 0
+    drawn = answer(*asked, "--optimizer", "galore_adamw", "--moment-dtype", "bf16", "--refresh", "random")
+    assert drawn["memory_per_rank"]["projectors"] == drawn["traffic_per_step"]["low_rank"] == 0
+    assert drawn["memory_per_rank"]["moments"] == 4 * (32 * ROWS * 1024 + UNPROJECTED + NORMS) // 8
+
+
+def planned(config: dict[str, Any], *arguments: str) -> Any:
+    """The estimate of a configuration that has been checked, with options."""
+    options = estimate_command.make_context("estimate", ["--params", str(NUMEL), *arguments]).params
+    return estimate(*job_of(options, settings_of(config)))
+
+
+ZERO3 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "states"),
+    [
+        ("GaLoreAdamW", {}, ("fp32", "fp32", None, "fp32")),
+        ("galore_adamw", {"moment_dtype": "bf16", "projector_dtype": "bf16"}, ("bf16", "bf16", None, "bf16")),
+        ("GaLoreAdamW", {"moment_dtype": "8bit", "unprojected_moment_dtype": "fp32"}, ("8bit", "fp32", None, "fp32")),
+        ("GaLoreAdamW", {"unprojected_moment_dtype": None, "moment_dtype": "8bit"}, ("8bit", "8bit", None, "fp32")),
+        ("GaLoreAdamW8bit", {"projector_dtype": "int8"}, ("8bit", "8bit", None, "int8")),
+        ("galore_adamw_8bit", {"unprojected_moment_dtype": "bf16"}, ("8bit", "bf16", None, "fp32")),
+        ("GaLoreAdafactor", {}, (None, None, "fp32", "fp32")),
+        ("galore_adafactor", {"beta1": 0.9, "moment_dtype": "bf16"}, ("bf16", "bf16", "fp32", "fp32")),
+        ("APOLLOAdamW", {}, ("fp32", "fp32", None, None)),
+        ("apollo_adamw", {"refresh": "svd", "projector_dtype": "int4"}, ("fp32", "fp32", None, "int4")),
+        ("FiraAdamW", {"refresh": "random", "moment_dtype": "8bit"}, ("8bit", "8bit", None, None)),
+    ],
+)
+def test_a_configuration_says_what_states_are_kept_in(kind, params, states):
+    found = planned({**ZERO3, "optimizer": {"type": kind, "params": {"rank": 1024, **params}}})
+    assert tuple(found.formats.values()) == ("fp32", *states)
+    assert any("projected from the right" in each for each in found.assumptions)
+    assert not any("is not in this package" in each for each in found.assumptions)
+    assert (found.memory_per_rank["projectors"] > 0) == (states[3] is not None)
+    moments = {"bf16": 4 * 1024, "8bit": 2 * SCALED, "fp32": 8 * 1024}
+    if states[2] is None:
+        others = {"bf16": 4, "8bit": 2 * 260 / 256, "fp32": 8}[str(states[1])] * (UNPROJECTED + NORMS)
+        assert found.memory_per_rank["moments"] == 32 * ROWS * moments[str(states[0])] + others
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "message"),
+    [
+        ("GaLoreAdamW", {"moment_dtype": "fp8"}, "optimizer.params.moment_dtype is 'fp8': it must be fp32, bf16, 8bit"),
+        ("GaLoreAdamW", {"unprojected_moment_dtype": 8}, "optimizer.params.unprojected_moment_dtype is 8: it must be"),
+        ("FiraAdamW", {"projector_dtype": "int2"}, "projector_dtype is 'int2': it must be fp32, bf16, int8, int4"),
+        ("GaLoreAdamW8bit", {"moment_dtype": "fp32"}, "optimizer.params.moment_dtype is 'fp32': it must be 8bit"),
+        ("APOLLOAdamW", {"refresh": "never"}, "refresh is 'never': it must be subspace, svd, random"),
+        ("GaLoreAdamW", {"rank": {"energy": 0.95}}, "rank is {'energy': 0.95}: it must be a whole number above 0"),
+        ("GaLoreAdamW", {"rank": "half"}, "rank is 'half': it must be a whole number above 0"),
+    ],
+)
+def test_impossible_parameters_are_named(kind, params, message):
+    with pytest.raises(ConfigError) as error:
+        planned({**ZERO3, "optimizer": {"type": kind, "params": {"rank": 64, **params}}})
+    assert message in str(error.value)
+
+
+def test_a_rank_by_energy_is_planned_at_its_largest():
+    galore = {"type": "GaLoreAdamW", "params": {"rank": {"energy": 0.95, "max": 256}}}
+    found = planned({**ZERO3, "optimizer": galore})
+    assert found.memory_per_rank["projectors"] == 4 * 32 * COLUMNS * 256
+    assert "rank by energy: the largest, 256, for every matrix" in found.assumptions
+    assert planned({**ZERO3, "optimizer": galore}, "--rank", "128").memory_per_rank["projectors"] == (
+        4 * 32 * COLUMNS * 128
+    )
+
+
+def test_an_option_stands_for_another_type_in_the_same_configuration():
+    galore = {
+        "rank": 1024,
+        "moment_dtype": "bf16",
+        "projector_dtype": "int8",
+        "refresh": "subspace",
+        "proj_type": "std",
+    }
+    config = {**ZERO3, "optimizer": {"type": "GaLoreAdamW", "params": galore}}
+    eight = planned(config, "--optimizer", "galore_adamw_8bit").formats
+    assert (eight["moments"], eight["projectors"]) == ("8bit", "int8")
+    apollo = planned(config, "--optimizer", "apollo_adamw")
+    assert (apollo.formats["moments"], apollo.formats["projectors"]) == ("bf16", None)
+    assert any("projected as std does" in each for each in apollo.assumptions)
+    assert planned(config, "--optimizer", "adamw").formats["moments"] == "fp32"
+
+
+def test_masters_of_deepspeed_may_be_bf16():
+    galore = {"type": "GaLoreAdamW", "params": {"rank": 1024}}
+    narrow = {**ZERO3, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+    found = planned({**narrow, "optimizer": galore})
+    assert (found.formats["master_weights"], found.formats["moments"]) == ("bf16", "fp32")
+    assert found.memory_per_rank["master_weights"] == found.memory_per_rank["gradients"] == 2 * NUMEL
+    both = {**ZERO3, "bf16": {**narrow["bf16"], "bf16_optimizer_states": True}}
+    assert planned({**both, "optimizer": galore}).formats["moments"] == "fp32"  # ours has its own key for them
+    adamw = planned({**both, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})
+    assert adamw.memory_per_rank["moments"] == 4 * NUMEL
+    assert planned({**narrow, "optimizer": galore}, "--state-precision", "fp32").formats["master_weights"] == "fp32"
+
+
+def test_only_moments_in_fp32_are_made_smaller_in_a_checkpoint():
+    def full(params: dict[str, Any], state_dtype: str) -> int:
+        config = {"optimizer": {"type": "GaLoreAdamW", "params": {"rank": 1024, **params}}, **ZERO3}
+        config["ds_galore"] = {"checkpoint": {"state_dtype": state_dtype}}
+        return int(planned(config).checkpoint["full"])
+
+    def saved(params: dict[str, Any]) -> int:
+        return full(params, "exact") - full(params, "bf16")
+
+    low, others = 32 * ROWS * 1024, UNPROJECTED + NORMS
+    assert saved({}) == 4 * (low + others)
+    assert saved({"moment_dtype": "8bit", "unprojected_moment_dtype": "fp32"}) == 4 * others
+    assert saved({"moment_dtype": "8bit"}) == saved({"moment_dtype": "bf16"}) == 0
+
+
+def test_compression_is_told_as_measured_only_where_it_was():
+    def basis(kind: str, **params: Any) -> tuple[str, float]:
+        found = planned({"optimizer": {"type": kind, "params": {"rank": 1024, **params}}, **ZERO3}).checkpoint
+        return found["basis"].split()[0], round(found["full"] / found["differential_compressed"][0], 2)
+
+    assert basis("GaLoreAdamW") == ("measured", 2.45)
+    assert basis("GaLoreAdamW", projector_dtype="int8") == ("not", 2.45)
+    assert basis("APOLLOAdamW") == basis("FiraAdamW") == ("not", 1.27)  # their updates are not of low rank
+    assert basis("GaLoreAdamW", refresh="random") == ("not", 1.27)
 
 
 @pytest.mark.parametrize("name", ["130m", "1b"])
@@ -310,6 +551,24 @@ def test_adafactor_under_zero_has_a_number_an_element():
         (["--params", "7e9", "--precision", "fp8"], "'fp8' is not one of"),
         (["--params", "7e9", "--world-size", "0"], "0 is not in the range x>=1"),
         (["--params", "7e9", "--config", "nowhere.json"], "nowhere.json"),
+        (["--params", "7e9", "--optimizer", "GaLoreAdamW", "--moment-dtype", "fp8"], "'fp8' is not one of"),
+        (["--params", "7e9", "--optimizer", "GaLoreAdamW", "--projector-dtype", "8bit"], "'8bit' is not one of"),
+        (
+            ["--params", "7e9", "--optimizer", "GaLoreAdamW8bit", "--moment-dtype", "bf16"],
+            "optimizer.params.moment_dtype is 'bf16': it must be 8bit",
+        ),
+        (["--params", "7e9", "--moment-dtype", "8bit"], "--moment-dtype goes with an optimizer of this package"),
+        (
+            ["--params", "7e9", "--optimizer", "apollo_adamw", "--projector-dtype", "int8"],
+            "--projector-dtype: apollo_adamw with refresh random keeps no projectors",
+        ),
+        (["--params", "7e9", "--optimizer", "fira_adamw", "--beta1", "0.9"], "--beta1 goes with galore_adafactor"),
+        (
+            ["--params", "7e9", "--optimizer", "GaLoreAdafactor", "--moment-dtype", "bf16"],
+            "--moment-dtype: galore_adafactor has factored moments alone",
+        ),
+        (["--paper", "--table", "8bit"], "--paper and --table 8bit are two tables: give one of them"),
+        (["--table", "4bit"], "'4bit' is not one of"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message):
@@ -323,6 +582,14 @@ def test_mistakes_are_one_line(arguments, message):
 def test_names_and_numbers():
     assert optimizer_named("GaLoreAdamW").name == "galore_adamw"
     assert optimizer_named("galore-adamw-8bit") == optimizer_named("galore_adamw8bit")
+    for ours, name in (
+        ("GaLoreAdamW8bit", "galore_adamw_8bit"),
+        ("GaLoreAdafactor", "galore_adafactor"),
+        ("APOLLOAdamW", "apollo_adamw"),
+        ("FiraAdamW", "fira_adamw"),
+    ):
+        assert optimizer_named(ours) is optimizer_named(name)
+        assert optimizer_named(ours).ours
     assert parse_count("1.5B") == 1_500_000_000
     assert parse_count(" 7e9 ") == 7_000_000_000
     with pytest.raises(ValueError, match="is no number"):

@@ -12,6 +12,7 @@ from typing import Any
 
 from ds_galore.checkpoint.errors import DamageError
 from ds_galore.errors import DataError
+from ds_galore.parameters import ALIASES, OPTIMIZERS
 from ds_galore.tools.reshard.checkpoint import (
     MODEL,
     OPTIMIZER,
@@ -26,6 +27,8 @@ from ds_galore.tools.states import Form, Leaf, Object, Piece, leaves, mapped
 
 __all__ = ["Layout", "Resharder", "check_sizes", "fragment"]
 
+#: Elements of a vector that share a scale in 8-bit moments.
+BLOCK = 256
 #: DeepSpeed's default of ``zero_optimization.sub_group_size``.
 SUB_GROUP_SIZE = 1_000_000_000
 
@@ -147,7 +150,8 @@ class Resharder:
             size = int(size) if isinstance(size, int | float) and size >= 1 else SUB_GROUP_SIZE
             self._layout = Layout(source, ranks, size)
         names = source.tensors
-        self.low_rank = any(name.endswith("/projector") for name in names)  # without ZeRO too
+        ours = {*OPTIMIZERS, *ALIASES}
+        self.low_rank = any(name.endswith("/projector") for name in names) or _optimizer_type(source) in ours
         self._shards_projectors = self.low_rank and bool(source.optim) and _shards_projectors(source, ranks)
 
     def files(self, rank: int) -> dict[str, Any]:
@@ -271,17 +275,36 @@ class Resharder:
                 )
             if not isinstance(value, Leaf):
                 made[key] = self._other(value, key)
-            elif "projector" not in old:
-                made[key] = _with(value, (part.numel,), (name, part.start, 0, part.numel))
+            elif "has_basis" not in old:
+                made[key] = self._unprojected(part, key, value)
             else:
                 made[key] = self._factor(part, key, value, group, rank)
         return made
 
+    def _unprojected(self, part: Part, key: str, like: Leaf) -> Leaf:
+        """Of a parameter that is not projected: see :mod:`ds_galore.optim.states`."""
+        name = f"{part.name}/{key}"
+        shape, unit = self._source.tensors[name].info.shape, 0
+        if key.endswith("_absmax"):
+            unit = BLOCK
+        elif key.endswith("_row"):
+            unit = math.prod(part.shape[1:])
+        elif key.endswith("_col"):
+            return _with(like, shape, (name, 0, 0, math.prod(shape)))
+        if not unit:
+            return _with(like, (part.numel,), (name, part.start, 0, part.numel))
+        first = part.start // unit
+        count = -(-(part.start + part.numel) // unit) - first if part.numel else 0
+        return _with(like, (count, 1), (name, first, 0, count))
+
     def _factor(self, part: Part, key: str, like: Leaf, group: Mapping[str, Any], rank: int) -> Leaf:
         name, (rows, columns) = f"{part.name}/{key}", (part.shape[0], math.prod(part.shape[1:]))
-        width = self._source.tensors[name].info.shape[1]
+        shape = self._source.tensors[name].info.shape
+        width = shape[1]
         right = _is_right(str(group.get("proj_type", "std")), rows, columns)
-        if right == (key != "projector"):  # the rows that this rank touches
+        if key.endswith("_col"):
+            return _with(like, shape, (name, 0, 0, width))
+        if right == (not key.startswith("projector")):  # the rows that this rank touches
             first = part.start // columns
             count = -(-(part.start + part.numel) // columns) - first if part.numel else 0
             return _with(like, (count, width), (name, first * width, 0, count * width))
@@ -290,6 +313,12 @@ class Resharder:
         count = -(-columns // self._ranks)
         first = min(rank * count, columns)
         return _with(like, (count, width), (name, first * width, 0, (min(first + count, columns) - first) * width))
+
+
+def _optimizer_type(source: Checkpoint) -> object:
+    trees = [*source.optim, *source.model]
+    config = (trees[0].get("ds_config") if trees else None) or {}
+    return (config.get("optimizer") or {}).get("type")
 
 
 def _is_right(proj_type: str, rows: int, columns: int) -> bool:
@@ -306,13 +335,21 @@ def _shards_projectors(source: Checkpoint, ranks: int) -> bool:
         return storage == "sharded" and ranks > 1
     layout = Layout(source, 1, SUB_GROUP_SIZE)
     kinds = [str(group.get("proj_type", "std")) for group in inner_state(source, source.optim[0])["param_groups"]]
+    own: dict[str, dict[str, int]] = {}
+    for full, held in source.tensors.items():
+        name, _, key = full.rpartition("/")
+        if key.startswith(("exp_avg", "projector")):
+            own.setdefault(name, {})[key] = held.info.nbytes
     projectors = moments = 0
     for number, shapes in zip(layout.groups, layout.shapes, strict=True):
         for name, shape in shapes.items():
             tensor = source.tensors.get(f"{name}/projector")
             if tensor is not None and _is_right(kinds[number], shape[0], math.prod(shape[1:])):
-                projectors += tensor.info.nbytes
-                moments += 2 * 4 * shape[0] * tensor.info.shape[1]
+                for other, each in own[name].items():
+                    if other.startswith("projector"):
+                        projectors += each
+                    else:
+                        moments += each
     return projectors * ranks > moments
 
 
