@@ -198,7 +198,7 @@ def _pack(whole: Tensor) -> Tensor:
 
 
 def _unpack(codes: Tensor, columns: int) -> Tensor:
-    halves = torch.stack([codes & 15, codes >> 4], dim=2).view(codes.shape[0], -1)[:, :columns]
+    halves = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)[:, :columns].contiguous()
     return halves.view(torch.int8).bitwise_xor(8).sub_(8)  # the sign of four bits
 
 

@@ -491,16 +491,17 @@ class Adafactor(Rule):
     def projected(self, step: ProjectedStep) -> Walk:
         state, group, low_rank, counted = step.state, step.group, step.low_rank, step.counted
         state["step"] += 1
-        rows = step.side.moment_rows(step.matrix)[2]
+        _, own, rows = step.side.moment_rows(step.matrix)  # what follows a rank's own rows is zero, and stays so
         decay = adafactor_decay(state["step"], group["decay_rate"])
         squares = low_rank.square()
         row, column = step.read("exp_avg_sq_row"), step.read("exp_avg_sq_col")
-        row.mul_(decay).add_(squares.mean(dim=1, keepdim=True).add_(group["eps"][0]), alpha=1.0 - decay)
+        row[:own].mul_(decay).add_(squares[:own].mean(dim=1, keepdim=True).add_(group["eps"][0]), alpha=1.0 - decay)
         sums = yield torch.cat([squares[counted].sum(dim=0), row[counted].sum().view(1), _square(step.weight).view(1)])
         column.mul_(decay).add_((sums[:-2] / rows).add_(group["eps"][0]), alpha=1.0 - decay)
         step.write("exp_avg_sq_row", row)
         step.write("exp_avg_sq_col", column)
-        update = low_rank.mul_((row / (sums[-2] / rows)).rsqrt_()).mul_(column.rsqrt())
+        update = low_rank
+        update[:own].mul_((row[:own] / (sums[-2] / rows)).rsqrt_()).mul_(column.rsqrt())
         total = yield _square(update[counted]).view(1)
         self._clip(update, total, rows * step.matrix.rank, group)
         rate = self._rate(step, sums[-1], math.prod(step.matrix.layout.shape))

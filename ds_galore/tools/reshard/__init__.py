@@ -98,7 +98,7 @@ def reshard_checkpoint(
         resharder = Resharder(source, world_size, sub_group_size)
         if format == "deepspeed" and resharder.low_rank:
             raise ConfigError(
-                f"{source_directory}: holds GaLoreAdamW's state, which DeepSpeed loads with this package only; use the"
+                f"{source_directory}: holds low-rank states, which DeepSpeed loads with this package only; use the"
                 " format ds_galore, or merge it to have the weights"
             )
         needed: set[str] = set()
