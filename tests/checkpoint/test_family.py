@@ -84,11 +84,13 @@ def test_every_rule_and_stage_goes_on_bit_for_bit(written):
         reader = CheckpointReader(directory / name / "moved")
         assert reader.manifest.kind == "differential"
         assert reader.verify() == []
+        if "stage 0" in name:  # states without the names of parameters, as DeepSpeed has them
+            continue
         stored = {each.rpartition("/")[2] for each in reader.tensors}
         if "8bit" in name:
             assert {"exp_avg_absmax", "exp_avg_sq_absmax"} <= stored
-            assert reader.tensors["model.embed_tokens.weight/exp_avg"].dtype == "U8" or "stage 0" in name
-        assert ("projector" in stored) == ("apollo" not in name and name != "random") or "stage 0" in name
+            assert reader.tensors["model.embed_tokens.weight/exp_avg"].dtype == "U8"
+        assert ("projector" in stored) == ("apollo" not in name and name != "random")
         assert ("projector_scale" in stored) == ("int" in name or name == "energy 8bit")
 
 
