@@ -176,7 +176,9 @@ def low_rank_pieces(
         By parameter, its state, where that is not the optimizer's present one.
     """
     found: dict[tuple[str, str], tuple[Piece, tuple[int, ...]]] = {}
-    for name, tensors in optimizer.state_tensors(flat.tensor, flat.group, None if state is None else dict(state)).items():
+    for name, tensors in optimizer.state_tensors(
+        flat.tensor, flat.group, None if state is None else dict(state)
+    ).items():
         for key, each in tensors.items():
             stored, moment = each.stored, each.moment
             piece = Piece(f"{name}/{key}", each.logical, each.start, 0, each.numel, stored=stored, moment=moment)

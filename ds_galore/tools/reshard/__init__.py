@@ -80,7 +80,7 @@ def reshard_checkpoint(
     Raises
     ------
     ConfigError
-        For an impossible option, and for a state that DeepSpeed alone cannot load (GaLoreAdamW's).
+        For an impossible option, and for a state that DeepSpeed alone cannot load (a low-rank one).
     DataError, NotCommittedError, FormatError, DamageError
         If the source cannot be read, holds what cannot be cut anew, or ``out`` cannot be made. Nothing is left then.
     """
