@@ -99,7 +99,7 @@ def test_every_rule_and_stage_goes_on_with_another_number_of_ranks(pool, tmp_pat
     directory, expected = written
     losses = pool.run(ranks, move, str(directory), str(tmp_path), timeout=600)
     assert all(each == losses[0] for each in losses)
-    for name, (optimizer, extra) in CASES.items():
+    for name, (_, extra) in CASES.items():
         tolerance = 5e-3 if "bf16" in extra else 1e-3 if "8bit" in name else 1e-4
         difference = max(abs(a - b) for a, b in zip(losses[0][name], expected[0][name], strict=True))
         assert difference < tolerance, (name, difference)
