@@ -75,6 +75,8 @@ def losses_of(cases: list[Case], steps: int = STEPS) -> list[tuple[str, list[flo
         if zero.get("parameter_alignment"):
             assert any(any(each) for each in holder.round_robin_bit16_padding)
         if zero.get("zero_hpz_partition_size"):
+            tokens = jobs.batches(1, 1)[0].to(engine.device)
+            engine(input_ids=tokens, labels=tokens)  # a step drops the secondary partitions
             assert any(p.ds_secondary_tensor is not None for p in engine.module.parameters())
         found.append((type(holder).__name__, losses))
     return found
@@ -141,12 +143,12 @@ def test_hpz_gives_the_losses_of_one_process(pool):
     assert expected[-1] < 0.8 * expected[0]
 
 
-def small(stage: int) -> list[torch.Tensor]:
-    """The weights after some steps of a model of which some of four ranks hold nothing but padding."""
+def small(stage: int) -> tuple[list[torch.Tensor], list[bool]]:
+    """The weights after some steps of a model of which some ranks hold nothing but padding; and by group, who does."""
     model = Small()
     settings = jobs.config(jobs.galore(rank=1, update_proj_gap=3, lr=0.05), micro=1, zero={"stage": stage})
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    engine = jobs.start(model, settings, model_parameters=[{"params": [model.first.bias]}, {"params": matrices}])
+    rest = [p for p in model.parameters() if p is not model.first.bias]
+    engine = jobs.start(model, settings, model_parameters=[{"params": [model.first.bias]}, {"params": rest}])
     for step in range(8):
         engine.backward(engine(torch.randn(4, 3, generator=torch.Generator().manual_seed(step))))
         engine.step()
@@ -197,12 +199,6 @@ def test_bf16_trains_as_fp32_does(pool):
             assert max(abs(a - b) for a, b in zip(losses, wanted, strict=True)) < tolerance, (zero, extra)
 
 
-def supports_fp16() -> None:
-    from deepspeed.accelerator import get_accelerator
-
-    get_accelerator().is_fp16_supported = lambda: True
-
-
 def flats(engine: Any) -> list[torch.Tensor]:
     if engine.zero_optimization():
         return [flat.tensor for flat in flat_parts(engine)]
@@ -218,17 +214,14 @@ def snapshot(engine: Any) -> dict[str, Any]:
     }
 
 
-def rehearsed(dtype: str) -> None:
+def rehearsed(precision: dict[str, Any]) -> None:
     """DeepSpeed's step at construction leaves no trace; the first true one is the first."""
-    supports_fp16()
     plain = odd_llama()
-    engine = start(
-        RIGHT, {"stage": 0}, **{dtype: {"enabled": True, "min_loss_scale": 1} if dtype == "fp16" else {"enabled": True}}
-    )
+    engine = start(RIGHT, {"stage": 0}, **precision)
     assert not engine.basic_optimizer.state
     assert not engine.basic_optimizer._plans
-    for copied, before in zip(flats(engine), plain.parameters(), strict=True):
-        assert torch.equal(copied, before.to(next(engine.module.parameters()).dtype).float())
+    for copied, parameter, before in zip(flats(engine), engine.module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(copied, before.to(parameter.dtype).float())
     before = snapshot(engine)
     jobs.train(engine, jobs.batches(1, BATCH))
     after = snapshot(engine)
@@ -236,31 +229,35 @@ def rehearsed(dtype: str) -> None:
     assert all(state["step"] == 1 for state in after["state"])
 
 
-def overflowing(zero: dict[str, Any]) -> None:
+def overflowing(zero: dict[str, Any], scaling: dict[str, Any]) -> None:
     """An overflowed fp16 step leaves everything as it was; the next one trains."""
-    supports_fp16()
-    engine = start(RIGHT, zero, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
-    holder, data = engine.optimizer, jobs.batches(12, BATCH)
-    scaler = holder.loss_scaler if hasattr(holder, "loss_scaler") else holder.loss_scale_config
-    scaler.cur_scale = 2.0**8
+    import torch.distributed as dist
+
+    engine = start(RIGHT, zero, fp16={"enabled": True, **scaling})
+    data = jobs.batches(12, BATCH)
     losses = jobs.train(engine, data[:2])
     assert engine.skipped_steps == 0
     before = snapshot(engine)
-    scaler.cur_scale = 2.0**40
-    jobs.train(engine, data[2:3])
+    part = data[2].chunk(dist.get_world_size())[dist.get_rank()]
+    engine.backward(engine(input_ids=part, labels=part).loss.float() * 2.0**40)
+    engine.step()
     assert engine.skipped_steps == 1
     compare(before, snapshot(engine))
-    scaler.cur_scale = 2.0**8
     losses += jobs.train(engine, data[3:])
     assert engine.skipped_steps == 1
     assert losses[-1] < 0.8 * losses[0]
 
 
 def fp16_cases() -> None:
-    rehearsed("bf16")
-    rehearsed("fp16")
-    for zero in ({"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 2, "offload_optimizer": CPU}):
-        overflowing(zero)
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+    static, dynamic = {"loss_scale": 1}, {"initial_scale_power": 8, "hysteresis": 1}
+    rehearsed(BF16)
+    rehearsed({"fp16": {"enabled": True, **static}})
+    overflowing({"stage": 0}, static)
+    for zero in ({"stage": 1}, {"stage": 2}, {"stage": 2, "offload_optimizer": CPU}):
+        overflowing(zero, dynamic)
 
 
 def test_the_step_at_construction_and_an_overflowed_fp16_step_change_nothing(pool):
@@ -284,8 +281,7 @@ def resumed(directory: str, cases: list[Case]) -> None:
         again = start(params, zero, **extra)
         again.load_checkpoint(directory, tag=str(number))
         assert jobs.train(again, data[7:]) == rest, (zero, extra)
-        for mine, other in ((snapshot(whole), snapshot(again)),):
-            compare(mine, other)
+        compare(snapshot(whole), snapshot(again))
 
 
 OURS = {"ds_galore": {"checkpoint": {"mode": "differential"}}}
@@ -402,6 +398,7 @@ def test_what_no_stage_supports_is_refused_by_name(stage, zero, extra, message):
     [
         (0, BF16_MASTERS, r"bf16\.bf16_master_weights_and_grads is True: without ZeRO DeepSpeed ignores it"),
         (1, {**BF16_MASTERS, **FP32_SUMS}, r"bf16\.bf16_master_weights_and_grads is True: with fp32 accumulation"),
+        (0, {"fp16": {"enabled": True}}, r"fp16\.loss_scale is 0: without ZeRO DeepSpeed divides gradients by it"),
         (4, {}, r"zero_optimization\.stage is 4: GaLoreAdamW supports the stages 0, 1, 2 and 3"),
     ],
 )
