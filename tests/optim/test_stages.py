@@ -136,11 +136,13 @@ def test_the_stages_give_the_losses_of_one_process(pool, ranks, cases):
 
 
 def test_hpz_gives_the_losses_of_one_process(pool):
-    ((_, expected),) = pool.run(1, losses_of, [(RIGHT, {"stage": 0}, {})], 12)[0]
-    found = pool.run(4, losses_of, [(RIGHT, {"stage": 3, "zero_hpz_partition_size": 2}, {})], 12)
+    ((_, expected),) = pool.run(1, losses_of, [(RIGHT, {"stage": 0}, {})], 6)[0]
+    at_once = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}  # else a small model is never released
+    zero = {"stage": 3, "zero_hpz_partition_size": 2, **at_once}
+    found = pool.run(4, losses_of, [(RIGHT, zero, {})], 6)
     for ((_, losses),) in found:
         assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-4
-    assert expected[-1] < 0.8 * expected[0]
+    assert expected[-1] < 0.9 * expected[0]
 
 
 def small(stage: int) -> tuple[list[torch.Tensor], list[bool]]:
@@ -186,14 +188,15 @@ def test_bf16_trains_as_fp32_does(pool):
         (ZERO12, STD, {"stage": 2}, BF16_MASTERS),
         (ZERO3, STD, {"stage": 3}, BF16_MASTERS),
     ]
-    alone = [
-        (params, {"stage": 0}, {key: value for key, value in extra.items() if key in ("freeze", "groups")})
-        for _, params, _, extra in cases
-    ]
-    expected = pool.run(1, losses_of, alone)[0]
-    for found in pool.run(2, losses_of, [case[1:] for case in cases]):
-        for (kind, _, zero, extra), (name, losses), (_, wanted) in zip(cases, found, expected, strict=True):
+    wanted_of = {}
+    for _, params, _, extra in cases:
+        plain = {key: value for key, value in extra.items() if key in ("freeze", "groups")}
+        wanted_of[str((params, sorted(plain)))] = (params, {"stage": 0}, plain)
+    expected = dict(zip(wanted_of, pool.run(1, losses_of, list(wanted_of.values()), 20)[0], strict=True))
+    for found in pool.run(2, losses_of, [case[1:] for case in cases], 20):
+        for (kind, params, zero, extra), (name, losses) in zip(cases, found, strict=True):
             assert name == kind
+            _, wanted = expected[str((params, sorted(key for key in extra if key in ("freeze", "groups"))))]
             assert losses[-1] < 0.6 * losses[0], (zero, extra)
             tolerance = 0.1 if extra["bf16"] == BF16_MASTERS["bf16"] else 0.01
             assert max(abs(a - b) for a, b in zip(losses, wanted, strict=True)) < tolerance, (zero, extra)
@@ -251,18 +254,21 @@ def overflowing(zero: dict[str, Any], scaling: dict[str, Any]) -> None:
 def fp16_cases() -> None:
     from deepspeed.accelerator import get_accelerator
 
-    get_accelerator().is_fp16_supported = lambda: True
     static, dynamic = {"loss_scale": 1}, {"initial_scale_power": 8, "hysteresis": 1}
-    rehearsed(BF16)
-    rehearsed({"fp16": {"enabled": True, **static}})
-    overflowing({"stage": 0}, static)
-    for zero in ({"stage": 1}, {"stage": 2}, {"stage": 2, "offload_optimizer": CPU}):
-        overflowing(zero, dynamic)
+    accelerator = get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+    try:
+        rehearsed(BF16)
+        rehearsed({"fp16": {"enabled": True, **static}})
+        overflowing({"stage": 0}, static)
+        for zero in ({"stage": 1}, {"stage": 2}, {"stage": 2, "offload_optimizer": CPU}):
+            overflowing(zero, dynamic)
+    finally:
+        del accelerator.is_fp16_supported
 
 
 def test_the_step_at_construction_and_an_overflowed_fp16_step_change_nothing(pool):
     pool.run(2, fp16_cases)
-    pool.close()  # the workers' accelerator says that it supports fp16 now
 
 
 # ---------------------------------------------------------------------- resuming
@@ -270,17 +276,17 @@ def test_the_step_at_construction_and_an_overflowed_fp16_step_change_nothing(poo
 
 def resumed(directory: str, cases: list[Case]) -> None:
     """A run that is saved and loaded into a new engine goes on bit for bit as the run that was not."""
-    data = jobs.batches(12, BATCH)
+    data = jobs.batches(9, BATCH)
     for number, (params, zero, extra) in enumerate(cases):
-        params = {"update_proj_gap": 4, **params}
+        params = {"update_proj_gap": 3, **params}
         whole = start(params, zero, **extra)
-        jobs.train(whole, data[:7])
+        jobs.train(whole, data[:5])
         whole.save_checkpoint(directory, tag=str(number))
         getattr(whole.checkpoint_engine, "wait", lambda: None)()
-        rest = jobs.train(whole, data[7:])
+        rest = jobs.train(whole, data[5:])
         again = start(params, zero, **extra)
         again.load_checkpoint(directory, tag=str(number))
-        assert jobs.train(again, data[7:]) == rest, (zero, extra)
+        assert jobs.train(again, data[5:]) == rest, (zero, extra)
         compare(snapshot(whole), snapshot(again))
 
 
@@ -289,13 +295,11 @@ OURS = {"ds_galore": {"checkpoint": {"mode": "differential"}}}
 
 def test_a_resumed_run_goes_on_bit_for_bit_at_every_stage(pool, tmp_path):
     cases = [
-        (RIGHT, {"stage": 0}, BF16),
         (STD, {"stage": 0}, {**BF16, **OURS}),
         (STD, {"stage": 1}, {**BF16, **FP32_SUMS, "groups": True}),
-        (STD, {"stage": 2}, {"groups": True}),
+        (RIGHT, {"stage": 2, "offload_optimizer": CPU}, {"groups": True}),
         (STD, {"stage": 2, "round_robin_gradients": True}, {**OURS, "groups": True}),
         (RIGHT, {"stage": 1}, {**BF16_MASTERS, **OURS}),
-        (RIGHT, {"stage": 2, "offload_optimizer": CPU}, OURS),
     ]
     pool.run(2, resumed, str(tmp_path), cases)
 
