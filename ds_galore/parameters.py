@@ -198,8 +198,9 @@ class AdafactorParameters(LowRankParameters):
 
     GROUP_KEYS: ClassVar[tuple[str, ...]] = (
         *LowRankParameters.GROUP_KEYS,
-        *("eps", "clip_threshold", "decay_rate", "beta1", "scale_parameter", "relative_step", "warmup_init"),
+        *("eps", "clip_threshold", "decay_rate", "scale_parameter", "relative_step", "warmup_init"),
     )
+    SETTINGS: ClassVar[tuple[str, ...]] = (*LowRankParameters.SETTINGS, "beta1")
 
     eps: Annotated[
         tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]],
@@ -215,7 +216,7 @@ class AdafactorParameters(LowRankParameters):
     ] = None
     scale_parameter: Annotated[bool, Field(description="Scale the learning rate by the parameter's RMS.")] = False
     relative_step: Annotated[
-        bool, Field(description="A learning rate that falls with the steps, of at most lr where warmup_init is off.")
+        bool, Field(description="A learning rate that falls with the steps from 0.01 on, in place of lr.")
     ] = False
     warmup_init: Annotated[bool, Field(description="Let relative steps grow from zero.")] = False
 

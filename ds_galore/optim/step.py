@@ -123,7 +123,7 @@ class FlatStep:
             Traveller(
                 partial(self._walk_plain, each, slots),
                 self.rule.plain_requests(each),
-                layout=each.blocks if each.moment_dtype == "8bit" else each.matrix,
+                layouts=each.layouts(),
             )
             for each, slots in active
         ]
