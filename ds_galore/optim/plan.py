@@ -241,6 +241,8 @@ class Decisions:
             decision = self.by_parameter.get(placement.parameter)
             if decision is None:
                 raise BindingError(f"DeepSpeed partitions parameter {name or '?'}, which the optimizer was not given")
+            if not math.prod(decision.shape):
+                continue  # no elements, no state
             if decision.side is None:
                 plain.append(self._plain(decision, placement, binding.group))
             else:

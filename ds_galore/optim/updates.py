@@ -231,7 +231,7 @@ class PlainStep(_Step):
         slot, dtype = self.slots[key], self.grad().dtype
         stored: Tensor = self.state[key]
         if not isinstance(slot.format, Dynamic):
-            return slot.format.decode({"": stored}, stored.shape[-1], dtype)
+            return slot.format.decode({"": stored}, stored.shape[-1] if stored.dim() else 1, dtype)
         if not self.plain.numel:
             return stored.to(dtype)
         codes = self._in_blocks(stored.view(-1))
