@@ -224,6 +224,12 @@ class AdafactorParameters(LowRankParameters):
     def _steps(self) -> AdafactorParameters:
         if self.warmup_init and not self.relative_step:
             raise ValueError("warmup_init is True: it is for relative_step, which is False")
+        if self.beta1 is None:
+            for key in ("moment_dtype", "unprojected_moment_dtype"):
+                if getattr(self, key) not in (None, "fp32"):
+                    raise ValueError(
+                        f"{key} is {getattr(self, key)!r}, and beta1 None: without a first moment all moments are fp32"
+                    )
         return self
 
 
@@ -259,6 +265,14 @@ class FiraParameters(GaLoreParameters):
         float | None,
         Field(gt=1, allow_inf_nan=False, description="The most that the residual's norm may grow by; None: no limit."),
     ] = 1.01
+
+    @model_validator(mode="after")
+    def _orthonormal(self) -> FiraParameters:
+        if self.refresh == "random":
+            raise ValueError(
+                "refresh is 'random': what Fira adds needs a basis of orthonormal columns, which it is not"
+            )
+        return self
 
 
 #: By the name of an optimizer, as ``enable()`` registers it with DeepSpeed, its hyperparameters.

@@ -19,7 +19,16 @@ from torch import Tensor
 from ds_galore.errors import ConfigError
 from ds_galore.optim.noise import round_to_bf16, uniform
 
-__all__ = ["BLOCK", "Dynamic", "Floating", "Integers", "RowFormat", "moment_format", "projector_format"]
+__all__ = [
+    "BLOCK",
+    "Dynamic",
+    "Floating",
+    "Integers",
+    "RowFormat",
+    "moment_format",
+    "projector_format",
+    "require_bitsandbytes",
+]
 
 #: Elements that share a scale.
 BLOCK = 256
@@ -135,12 +144,24 @@ def _block_size(columns: int) -> int:
     return BLOCK if columns > BLOCK // 2 else max(64, 1 << (columns - 1).bit_length())
 
 
+def require_bitsandbytes() -> None:
+    """Fail if it is needed and not there.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be imported.
+    """
+    _bitsandbytes()
+
+
 def _bitsandbytes() -> Any:
     try:
         import bitsandbytes.functional
     except ImportError as error:
         raise ConfigError(
-            f"moment_dtype '8bit' needs bitsandbytes, which cannot be imported ({error}): pip install bitsandbytes"
+            "8-bit moments (GaLoreAdamW8bit, moment_dtype '8bit') need bitsandbytes, which cannot be imported"
+            f" ({error}): pip install bitsandbytes"
         ) from None
     return bitsandbytes.functional
 

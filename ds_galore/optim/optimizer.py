@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ds_galore.config import validate
 from ds_galore.errors import BindingError, ConfigError, DsGaloreError
+from ds_galore.optim.formats import require_bitsandbytes
 from ds_galore.optim.loading import check_groups, check_state, settle_group, to_device
 from ds_galore.optim.matrices import State
 from ds_galore.optim.plan import FlatPlan, compute_dtype, decide, plain_value, read_groups
@@ -77,7 +78,8 @@ class LowRankOptimizer(Optimizer):
     Raises
     ------
     ConfigError
-        For impossible hyperparameters, unknown group keys, or ``target_modules`` that match nothing.
+        For impossible hyperparameters, unknown group keys, ``target_modules`` that match nothing, or 8-bit moments
+        where bitsandbytes cannot be imported.
 
     Notes
     -----
@@ -92,7 +94,9 @@ class LowRankOptimizer(Optimizer):
     def __init__(self, params: Iterable[Any], *, model: nn.Module | None = None, **values: Any) -> None:
         name, kind = type(self).__name__, self.parameters_model
         self._parameters = validate(kind, values, where=name)
-        groups, described = read_groups(params, model, kind)
+        if "8bit" in (self._parameters.moment_dtype, self._parameters.unprojected_moment_dtype):
+            require_bitsandbytes()
+        groups, described = read_groups(params, model, self._parameters)
         own_rank = [group.get("rank") is not None for group in groups]
         for group in groups:  # kept with the groups so that a checkpoint tells
             group["settings"] = {key: getattr(self._parameters, key) for key in kind.SETTINGS}
