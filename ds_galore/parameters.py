@@ -198,8 +198,9 @@ class AdafactorParameters(LowRankParameters):
 
     GROUP_KEYS: ClassVar[tuple[str, ...]] = (
         *LowRankParameters.GROUP_KEYS,
-        *("eps", "clip_threshold", "decay_rate", "beta1", "scale_parameter", "relative_step", "warmup_init"),
+        *("eps", "clip_threshold", "decay_rate", "scale_parameter", "relative_step", "warmup_init"),
     )
+    SETTINGS: ClassVar[tuple[str, ...]] = (*LowRankParameters.SETTINGS, "beta1")
 
     eps: Annotated[
         tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]],
@@ -215,7 +216,7 @@ class AdafactorParameters(LowRankParameters):
     ] = None
     scale_parameter: Annotated[bool, Field(description="Scale the learning rate by the parameter's RMS.")] = False
     relative_step: Annotated[
-        bool, Field(description="A learning rate that falls with the steps, of at most lr where warmup_init is off.")
+        bool, Field(description="A learning rate that falls with the steps from 0.01 on, in place of lr.")
     ] = False
     warmup_init: Annotated[bool, Field(description="Let relative steps grow from zero.")] = False
 
@@ -223,6 +224,12 @@ class AdafactorParameters(LowRankParameters):
     def _steps(self) -> AdafactorParameters:
         if self.warmup_init and not self.relative_step:
             raise ValueError("warmup_init is True: it is for relative_step, which is False")
+        if self.beta1 is None:
+            for key in ("moment_dtype", "unprojected_moment_dtype"):
+                if getattr(self, key) not in (None, "fp32"):
+                    raise ValueError(
+                        f"{key} is {getattr(self, key)!r}, and beta1 None: without a first moment all moments are fp32"
+                    )
         return self
 
 
@@ -258,6 +265,14 @@ class FiraParameters(GaLoreParameters):
         float | None,
         Field(gt=1, allow_inf_nan=False, description="The most that the residual's norm may grow by; None: no limit."),
     ] = 1.01
+
+    @model_validator(mode="after")
+    def _orthonormal(self) -> FiraParameters:
+        if self.refresh == "random":
+            raise ValueError(
+                "refresh is 'random': what Fira adds needs a basis of orthonormal columns, which it is not"
+            )
+        return self
 
 
 #: By the name of an optimizer, as ``enable()`` registers it with DeepSpeed, its hyperparameters.

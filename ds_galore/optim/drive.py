@@ -5,8 +5,8 @@ Imports torch and its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -33,14 +33,15 @@ class Traveller:
         What it will ask for; of the same kinds for all that are driven together.
     matrix
         Where it is projected, as what.
-    layout
-        Of the rows that ``cut`` and ``cut_max`` are about.
+    layouts
+        By kind of request, of the rows that ``cut`` and ``cut_max`` are about; kinds that are not there ask for
+        nothing.
     """
 
     walk: Callable[[], Walk]
     requests: Sequence[Request]
     matrix: Matrix | None = None
-    layout: MatrixLayout | None = None
+    layouts: Mapping[str, MatrixLayout] = field(default_factory=dict)
 
 
 def drive(
@@ -103,12 +104,11 @@ def _exchange(
         matrices = [each.matrix for each in travellers if each.matrix is not None]
         assert side is not None
         return side.spread(matrices, shares, group, guard)
-    chosen = [number for number, each in enumerate(travellers) if each.layout is not None]
-    if chosen:
-        layouts = tuple(layout for each in travellers if (layout := each.layout) is not None)
-        rows = [shares[number].contiguous() for number in chosen]
-        _cut_rows(layouts).run(group, rows, maximum=kind == "cut_max")
-        for number, block in zip(chosen, rows, strict=True):
+    layouts = {number: each.layouts[kind] for number, each in enumerate(travellers) if kind in each.layouts}
+    if layouts:
+        rows = [shares[number].contiguous() for number in layouts]
+        _cut_rows(tuple(layouts.values())).run(group, rows, maximum=kind == "cut_max")
+        for number, block in zip(layouts, rows, strict=True):
             shares[number] = block
     return shares
 

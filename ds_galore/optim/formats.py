@@ -19,7 +19,16 @@ from torch import Tensor
 from ds_galore.errors import ConfigError
 from ds_galore.optim.noise import round_to_bf16, uniform
 
-__all__ = ["BLOCK", "Dynamic", "Floating", "Integers", "RowFormat", "moment_format", "projector_format"]
+__all__ = [
+    "BLOCK",
+    "Dynamic",
+    "Floating",
+    "Integers",
+    "RowFormat",
+    "moment_format",
+    "projector_format",
+    "require_bitsandbytes",
+]
 
 #: Elements that share a scale.
 BLOCK = 256
@@ -79,8 +88,8 @@ class Floating(RowFormat):
 class Dynamic(RowFormat):
     """8-bit dynamic quantisation (Dettmers et al., arXiv 2110.02861), in blocks of 256 columns, by bitsandbytes.
 
-    A number that is not zero does not become zero where there is no sign: a second moment of zero under a first one
-    that is not would make the next update huge.
+    Zero stays zero, and a number that is not zero does not become zero where there is no sign: a second moment of zero
+    under a first one that is not would make the next update huge.
     """
 
     signed: bool
@@ -117,10 +126,11 @@ class Dynamic(RowFormat):
     def quantise(self, flat: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Codes ``(numel,)`` uint8 and the largest magnitudes of each ``size`` elements."""
         functional, code = _bitsandbytes(), _dynamic_map(self.signed, flat.device)
-        codes, state = functional.quantize_blockwise(flat, code=code, blocksize=size)
+        codes, state = functional.quantize_blockwise(flat.float(), code=code, blocksize=size)
         if not self.signed:
-            codes = torch.where(flat > 0, codes.clamp(min=1), codes)
-        return codes, state.absmax
+            codes.clamp_(min=1)
+        # bitsandbytes' kernel for the CPU makes a zero 2e-5 of the largest magnitude.
+        return codes.masked_fill_(flat == 0, 127 if self.signed else 0), state.absmax
 
     def restore(self, codes: Tensor, absmax: Tensor, size: int) -> Tensor:
         """The numbers ``(numel,)``, float32."""
@@ -134,12 +144,24 @@ def _block_size(columns: int) -> int:
     return BLOCK if columns > BLOCK // 2 else max(64, 1 << (columns - 1).bit_length())
 
 
+def require_bitsandbytes() -> None:
+    """Fail if it is needed and not there.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be imported.
+    """
+    _bitsandbytes()
+
+
 def _bitsandbytes() -> Any:
     try:
         import bitsandbytes.functional
     except ImportError as error:
         raise ConfigError(
-            f"moment_dtype '8bit' needs bitsandbytes, which cannot be imported ({error}): pip install bitsandbytes"
+            "8-bit moments (GaLoreAdamW8bit, moment_dtype '8bit') need bitsandbytes, which cannot be imported"
+            f" ({error}): pip install bitsandbytes"
         ) from None
     return bitsandbytes.functional
 
@@ -171,7 +193,9 @@ class Integers(RowFormat):
         rows, columns = block.shape
         blocks = -(-columns // BLOCK)
         padded = torch.nn.functional.pad(block.float(), (0, blocks * BLOCK - columns)).view(rows, blocks, BLOCK)
-        scale = padded.abs().amax(dim=2).div_(self._largest)
+        # Rounded down where it would give an infinity when multiplied again.
+        most = torch.finfo(torch.float32).max / self._largest * (1.0 - 2.0**-22)
+        scale = padded.abs().amax(dim=2).div_(self._largest).clamp_(max=most)
         numbers = (padded / scale.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)).view(rows, blocks * BLOCK)[
             :, :columns
         ]
@@ -198,7 +222,7 @@ def _pack(whole: Tensor) -> Tensor:
 
 
 def _unpack(codes: Tensor, columns: int) -> Tensor:
-    halves = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)[:, :columns].contiguous()
+    halves = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)[:, :columns]
     return halves.view(torch.int8).bitwise_xor(8).sub_(8)  # the sign of four bits
 
 

@@ -5,7 +5,7 @@ Imports torch and its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ds_galore.optim.plan import FlatPlan
 from ds_galore.optim.states import StateTensor
 from ds_galore.parameters import LowRankParameters
 
-__all__ = ["check_groups", "check_state", "settle_group", "to_device"]
+__all__ = ["check_groups", "check_state", "settle_group", "settle_state", "to_device"]
 
 #: Hyperparameters of a group that decide what the state looks like: with another value it cannot be continued.
 STRUCTURAL_KEYS = ("rank", "proj_type")
@@ -26,7 +26,7 @@ STRUCTURAL_KEYS = ("rank", "proj_type")
 def check_groups(
     groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Mapping[str, Any]], kind: type[LowRankParameters]
 ) -> None:
-    """Refuse a checkpoint with other parameter groups, ranks, sides or formats.
+    """Refuse a checkpoint of another update rule, or with other groups, ranks, sides, formats or random bases.
 
     Raises
     ------
@@ -40,8 +40,17 @@ def check_groups(
             f"the checkpoint's parameter groups hold {saved_sizes} tensors, this optimizer's {sizes}"
         )
     for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
+        rule, own = saved.get("settings", {}).get("rule"), group["settings"]["rule"]
+        if rule not in (None, own):  # what versions before did not tell
+            raise CheckpointMismatchError(
+                f"param_groups[{number}]: the checkpoint was written by the update rule {rule}, this optimizer's is"
+                f" {own}; continue with the optimizer that wrote it"
+            )
         pairs = [(key, saved.get(key), group[key]) for key in STRUCTURAL_KEYS]
         pairs += [(key, _setting(saved, key, kind), group["settings"][key]) for key in kind.STRUCTURE]
+        if "random" in (_setting(saved, "refresh", kind), group["settings"]["refresh"]):
+            # The bases are drawn again, not stored: with another seed the moments would lie in none of them.
+            pairs += [(key, _setting(saved, key, kind), group["settings"][key]) for key in ("refresh", "seed")]
         for key, found, wanted in pairs:
             if found != wanted:
                 raise CheckpointMismatchError(
@@ -55,7 +64,9 @@ def _setting(saved: Mapping[str, Any], key: str, kind: type[LowRankParameters]) 
     return saved.get("settings", {}).get(key, kind.model_fields[key].default)
 
 
-def check_state(plan: FlatPlan, expected: Mapping[str, Mapping[str, StateTensor]], saved: State) -> None:
+def check_state(
+    plan: FlatPlan, expected: Mapping[str, Mapping[str, StateTensor]], saved: State, numbers: Collection[str]
+) -> None:
     """Refuse the saved state of a tensor that consists of other parameters, or of tensors of other shapes.
 
     Parameters
@@ -66,6 +77,8 @@ def check_state(plan: FlatPlan, expected: Mapping[str, Mapping[str, StateTensor]
         By parameter and key, what its state must be.
     saved
         The state.
+    numbers
+        What the update rule keeps of a projected matrix beside tensors.
 
     Raises
     ------
@@ -99,6 +112,28 @@ def check_state(plan: FlatPlan, expected: Mapping[str, Mapping[str, StateTensor]
                 )
             if found[1].is_floating_point != each.dtype.is_floating_point:
                 raise CheckpointMismatchError(f"{name}: the checkpoint's {key} is {found[1]}, expected {each.dtype}")
+    for name, state in _projected_states(plan, saved):
+        missing = [key for key in ("step", "has_basis", *numbers) if key not in state]
+        if missing:
+            raise CheckpointMismatchError(
+                f"{name}: {missing[0]!r} is not in the checkpoint; it was written by another optimizer"
+            )
+
+
+def _projected_states(plan: FlatPlan, state: State) -> list[tuple[str, State]]:
+    """The names and states of a tensor's projected matrices."""
+    names = [matrix.name for batch in plan.batches for matrix in batch.matrices]
+    return [(name, state[name] if plan.nested else state) for name in names]
+
+
+def settle_state(plan: FlatPlan, state: State, *, adaptive_gap: bool) -> None:
+    """Let a state just loaded follow the configuration where that turns the adaptive gap on or off."""
+    for _, each in _projected_states(plan, state):
+        for key in ("gap_factor", "turns_left"):
+            if adaptive_gap:
+                each.setdefault(key, 1)
+            else:
+                each.pop(key, None)
 
 
 def settle_group(

@@ -58,7 +58,8 @@ def gaussian(key: int, rows: int, columns: int, device: torch.device) -> Tensor:
     """``(rows, columns)`` float32 of the standard normal distribution (Box and Muller's transform)."""
     count = rows * columns
     pairs = _lanes(key, 0, 2 * -(-count // 2), torch.int32, device).view(-1, 2).float()
-    radius = pairs[:, 0].add(2.0**31 + 0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
+    # Not 0, of which there is no logarithm: float32 has no half at 2^31 to be added to it.
+    radius = pairs[:, 0].add(2.0**31).clamp_(min=0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
     angle = pairs[:, 1].mul(math.pi * 2.0**-31)
     out = torch.stack([angle.cos(), angle.sin()], dim=1).mul_(radius.unsqueeze(1))
     return out.view(-1)[:count].view(rows, columns)
@@ -78,5 +79,6 @@ def round_to_bf16(values: Tensor, key: int, first: int) -> Tensor:
     noise = _lanes(key, first, flat.numel(), torch.int16, values.device).to(torch.int32).bitwise_and_(0xFFFF)
     # The low half of the bits is what bfloat16 drops: noise below carries into the upper half as often as it should.
     rounded = noise.add_(flat.view(torch.int32)).bitwise_and_(-0x10000).view(torch.float32)
-    rounded = torch.where(torch.isfinite(rounded), rounded, flat)
+    # Adding to the bits of a NaN may overflow to a number, and to those of the largest numbers, give an infinity.
+    rounded = torch.where(torch.isfinite(flat) & torch.isfinite(rounded), rounded, flat)
     return rounded.to(torch.bfloat16).view(values.shape)

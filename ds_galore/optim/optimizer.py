@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from ds_galore.config import validate
 from ds_galore.errors import BindingError, ConfigError, DsGaloreError
-from ds_galore.optim.loading import check_groups, check_state, settle_group, to_device
+from ds_galore.optim.formats import require_bitsandbytes
+from ds_galore.optim.loading import check_groups, check_state, settle_group, settle_state, to_device
 from ds_galore.optim.matrices import State
 from ds_galore.optim.plan import FlatPlan, compute_dtype, decide, plain_value, read_groups
 from ds_galore.optim.states import StateTensor, effective, plain_tensors, projected_tensors
@@ -77,7 +78,8 @@ class LowRankOptimizer(Optimizer):
     Raises
     ------
     ConfigError
-        For impossible hyperparameters, unknown group keys, or ``target_modules`` that match nothing.
+        For impossible hyperparameters, unknown group keys, ``target_modules`` that match nothing, or 8-bit moments
+        where bitsandbytes cannot be imported.
 
     Notes
     -----
@@ -92,10 +94,13 @@ class LowRankOptimizer(Optimizer):
     def __init__(self, params: Iterable[Any], *, model: nn.Module | None = None, **values: Any) -> None:
         name, kind = type(self).__name__, self.parameters_model
         self._parameters = validate(kind, values, where=name)
-        groups, described = read_groups(params, model, kind)
+        if "8bit" in (self._parameters.moment_dtype, self._parameters.unprojected_moment_dtype):
+            require_bitsandbytes()
+        groups, described = read_groups(params, model, self._parameters)
         own_rank = [group.get("rank") is not None for group in groups]
         for group in groups:  # kept with the groups so that a checkpoint tells
             group["settings"] = {key: getattr(self._parameters, key) for key in kind.SETTINGS}
+            group["settings"]["rule"] = self.rule_type.__name__
         super().__init__(groups, {key: plain_value(getattr(self._parameters, key)) for key in kind.GROUP_KEYS})
         self._rule = self.rule_type(self._parameters)
         kept = configured(optimizer_named(name), self._parameters.model_dump()).kept()
@@ -307,8 +312,8 @@ class LowRankOptimizer(Optimizer):
         Raises
         ------
         CheckpointMismatchError
-            If the state has another structure: other groups or parameters, rank, sides, or projector storage. The
-            optimizer is then unchanged.
+            If the state has another structure: another update rule, other groups or parameters, rank, sides, formats,
+            or projector storage. The optimizer is then unchanged.
         """
         saved_groups = state_dict["param_groups"]
         kind = self.parameters_model
@@ -320,8 +325,9 @@ class LowRankOptimizer(Optimizer):
             saved_state = state_dict["state"].get(identifier)
             if saved_state:
                 plan = self._plan(tensor, group)
-                check_state(plan, self._layout(plan, tensor, saved_state), saved_state)
+                check_state(plan, self._layout(plan, tensor, saved_state), saved_state, self._rule.numbers())
                 loaded[tensor] = to_device(saved_state, tensor.device)  # a plain dict, until the next step
+                settle_state(plan, loaded[tensor], adaptive_gap=self._parameters.adaptive_gap)
         ours = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         super().load_state_dict({**state_dict, "state": {}})  # torch's would cast the state to the weights' dtype
         for number, group in enumerate(self.param_groups):

@@ -129,15 +129,17 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def read_groups(
-    params: Iterable[Any], model: nn.Module | None, kind: type[LowRankParameters]
+    params: Iterable[Any], model: nn.Module | None, parameters: LowRankParameters
 ) -> tuple[list[dict[str, Any]], dict[Tensor, Described]]:
-    """The parameter groups, checked by the model of their hyperparameters and without names; what is known of them.
+    """The parameter groups without names, checked with the optimizer's hyperparameters; what is known of them.
 
     Raises
     ------
     ConfigError
         If there are no parameters, or a group's keys or values are impossible.
     """
+    kind = type(parameters)
+    optimizers = {key: getattr(parameters, key) for key in kind.model_fields}
     described = describe_model(model) if model is not None else {}
     items = list(params)
     if not items:
@@ -152,7 +154,7 @@ def read_groups(
             members = list(named)
         group["params"] = members
         own = {key: value for key, value in group.items() if key not in FOREIGN_KEYS}
-        checked = validate(kind, own, where=f"param_groups[{number}]")
+        checked = validate(kind, {**optimizers, **own}, where=f"param_groups[{number}]")
         group.update({key: plain_value(getattr(checked, key)) for key in own})
         unknown = sorted(set(own) - set(kind.GROUP_KEYS))
         if unknown:
@@ -241,6 +243,8 @@ class Decisions:
             decision = self.by_parameter.get(placement.parameter)
             if decision is None:
                 raise BindingError(f"DeepSpeed partitions parameter {name or '?'}, which the optimizer was not given")
+            if not math.prod(decision.shape):
+                continue  # no elements, no state
             if decision.side is None:
                 plain.append(self._plain(decision, placement, binding.group))
             else:
@@ -393,6 +397,12 @@ def decide(
         raise ConfigError(
             "rank: no parameter is projected; set a rank below the smaller side of the matrices, for the optimizer"
             " (with model=... or named parameters) or for the groups to be projected"
+        )
+    gaps = {group["update_proj_gap"] for group in groups if any(decisions[p].side for p in group["params"])}
+    if parameters.refresh_budget and len({max(gap, -(-index // parameters.refresh_budget)) for gap in gaps}) > 1:
+        raise ConfigError(
+            f"refresh_budget is {parameters.refresh_budget}, and the parameter groups' update_proj_gap"
+            f" {', '.join(map(str, sorted(gaps)))}: with a budget all matrices need one gap"
         )
     return Decisions(decisions, parameters, rule, kept, too_small, ignored)
 

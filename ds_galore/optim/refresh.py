@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -81,14 +81,16 @@ def refresh_bases(
     if method == "start":
         return _at_random(side, jobs, owners, group, guard, seed)
     # A block's passes alternate between all its matrices, so that their messages travel together.
-    warm = [job for job in jobs if job.basis is not None]
-    cold = [job for job in jobs if job.basis is None]
     found: dict[int, Tensor | None] = {}
-    for batch in (warm, cold):
+    for warm in (True, False):
+        # From a basis at right angles to the whole gradient nothing is found, were it the very first time that some
+        # features are there: such a matrix starts again at random. (That of a gradient of zero too: it costs little.)
+        numbers = [n for n, job in enumerate(jobs) if found.get(n) is None and not (warm and job.basis is None)]
+        batch = [jobs[number] if warm else replace(jobs[number], basis=None) for number in numbers]
         if batch:
             bases = _by_iteration(side, batch, owners, group, guard, passes=passes, seed=seed)
-            found.update((id(job), basis) for job, basis in zip(batch, bases, strict=True))
-    return [found[id(job)] for job in jobs]
+            found.update(zip(numbers, bases, strict=True))
+    return [found[number] for number in range(len(jobs))]
 
 
 Owners = Mapping[int, int]

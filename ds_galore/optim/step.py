@@ -60,7 +60,9 @@ class FlatStep:
         rule: Rule,
         skipped: Callable[[str], None],
     ) -> None:
-        self._tensor, self._grad, self._group, self.plan = tensor, grad, group, plan
+        # Contiguous copies of a model's own tensors that are not, such as convolutions' in channels_last.
+        self._given, self._tensor, self._grad = tensor, tensor.contiguous(), grad.contiguous()
+        self._group, self.plan = group, plan
         self._state, self.parameters, self.rule, self._skipped = state, parameters, rule, skipped
         self._compute = compute_dtype(tensor)
         self.like = torch.empty(0, dtype=self._compute, device=tensor.device)
@@ -81,6 +83,9 @@ class FlatStep:
             self._step_plain()
         for batch in self.plan.batches:
             self._step_batch(batch)
+        if self._tensor is not self._given:
+            with self.guard:
+                self._given.copy_(self._tensor)
         self.vote()
 
     def vote(self, marks: Sequence[bool | Tensor] = ()) -> list[bool]:
@@ -123,7 +128,7 @@ class FlatStep:
             Traveller(
                 partial(self._walk_plain, each, slots),
                 self.rule.plain_requests(each),
-                layout=each.blocks if each.moment_dtype == "8bit" else each.matrix,
+                layouts=each.layouts(),
             )
             for each, slots in active
         ]

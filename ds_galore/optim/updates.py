@@ -9,7 +9,9 @@ together. Three things can be asked for:
 ``spread``
     rows of moments ``(rows, k)``, as the side needs them to be applied: nothing on the right, gathered on the left;
 ``cut``
-    touched rows ``(rows, k)``, with those that are cut between ranks summed, or their largest taken.
+    touched rows ``(rows, k)`` of a plain parameter as a matrix, with those that are cut between ranks summed;
+``cut_max``
+    the same of its blocks of 256 elements, with the largest taken.
 
 Imports torch and its neighbours; the maths is in :mod:`.rules`.
 """
@@ -118,6 +120,11 @@ class Plain:
         """How many elements this rank holds."""
         return self.ranges[self.rank][1] - self.start
 
+    def layouts(self) -> dict[str, MatrixLayout]:
+        """By kind of request, of the rows that it is about."""
+        found = {"cut": self.matrix, "cut_max": self.blocks}
+        return {kind: layout for kind, layout in found.items() if layout is not None}
+
     def narrow(self, flat: Tensor) -> Tensor:
         """Its elements in a flat tensor: a view ``(numel,)``."""
         return flat.view(-1).narrow(0, self.offset, self.numel)
@@ -224,7 +231,7 @@ class PlainStep(_Step):
         slot, dtype = self.slots[key], self.grad().dtype
         stored: Tensor = self.state[key]
         if not isinstance(slot.format, Dynamic):
-            return slot.format.decode({"": stored}, stored.shape[-1], dtype)
+            return slot.format.decode({"": stored}, stored.shape[-1] if stored.dim() else 1, dtype)
         if not self.plain.numel:
             return stored.to(dtype)
         codes = self._in_blocks(stored.view(-1))
@@ -315,13 +322,30 @@ class Rule(ABC):
     def plain(self, step: PlainStep) -> Walk:
         """The same for a parameter that is not projected."""
 
+    def _keep_requests(self, plain: Plain, count: int) -> list[Request]:
+        """What :meth:`_keep` asks for, of so many moments: nothing unless some parameters' are 8-bit."""
+        parameters = self.parameters
+        if (parameters.unprojected_moment_dtype or parameters.moment_dtype) != "8bit":
+            return []
+        return [Request("cut_max", (plain.blocks.local.num_rows if plain.blocks is not None else 0, count))]
+
+    def _keep(self, step: PlainStep, moments: Mapping[str, Tensor]) -> Generator[Tensor, Tensor, None]:
+        """Keep moments of a plain parameter, by key."""
+        requests = self._keep_requests(step.plain, len(moments))
+        if step.plain.moment_dtype != "8bit":
+            for request in requests:
+                yield step.grad().new_zeros(request.shape)
+            for key, moment in moments.items():
+                step.write(key, moment)
+            return
+        blocks = {key: step.in_blocks(moment) for key, moment in moments.items()}
+        largest = yield torch.stack([each.abs().amax(dim=1) for each in blocks.values()], dim=1)
+        for number, (key, each) in enumerate(blocks.items()):
+            step.write_blocks(key, each, largest[:, number])
+
     @abstractmethod
     def carry(self, step: ProjectedStep, transition: Tensor) -> None:
         """Carry a matrix's state into a new basis; ``transition`` is ``Q_old^T Q_new``, ``(old rank, new rank)``."""
-
-
-def _blocks_touched(plain: Plain) -> int:
-    return plain.blocks.local.num_rows if plain.blocks is not None else 0
 
 
 class AdamW(Rule):
@@ -360,12 +384,7 @@ class AdamW(Rule):
         return size, 1.0 - group["lr"] * group["weight_decay"]
 
     def plain_requests(self, plain: Plain) -> list[Request]:
-        rows = _blocks_touched(plain) if plain.moment_dtype == "8bit" else 0
-        return [Request("cut_max", (rows, 2))] if self._quantises() else []
-
-    def _quantises(self) -> bool:
-        parameters = self.parameters
-        return bool((parameters.unprojected_moment_dtype or parameters.moment_dtype) == "8bit")
+        return self._keep_requests(plain, 2)
 
     def plain(self, step: PlainStep) -> Walk:
         step.state["step"] += 1
@@ -373,16 +392,7 @@ class AdamW(Rule):
         grad = step.grad().clone().view(exp_avg.shape)
         group = step.group
         direction = adamw_direction(grad, exp_avg, exp_avg_sq, betas=group["betas"], eps=group["eps"])
-        if step.plain.moment_dtype == "8bit":
-            blocks, squares = step.in_blocks(exp_avg), step.in_blocks(exp_avg_sq)
-            largest = yield torch.stack([blocks.abs().amax(dim=1), squares.amax(dim=1)], dim=1)
-            step.write_blocks("exp_avg", blocks, largest[:, 0])
-            step.write_blocks("exp_avg_sq", squares, largest[:, 1])
-        else:
-            if self._quantises():
-                yield grad.new_zeros((0, 2))
-            step.write("exp_avg", exp_avg)
-            step.write("exp_avg_sq", exp_avg_sq)
+        yield from self._keep(step, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq})
         size, beta = self._factors(step)
         return Update(direction.view(-1), -size * beta, beta)
 
@@ -506,9 +516,9 @@ class Adafactor(Rule):
         self._clip(update, total, rows * step.matrix.rank, group)
         rate = self._rate(step, sums[-1], math.prod(step.matrix.layout.shape))
         update.mul_(rate)
-        if group["beta1"] is not None:
+        if self.parameters.beta1 is not None:
             exp_avg = step.read("exp_avg")
-            exp_avg.lerp_(update, 1.0 - group["beta1"])
+            exp_avg.lerp_(update, 1.0 - self.parameters.beta1)
             step.write("exp_avg", exp_avg)
             update = exp_avg
         direction = yield update
@@ -534,7 +544,8 @@ class Adafactor(Rule):
     def plain_requests(self, plain: Plain) -> list[Request]:
         matrix = plain.matrix
         rows, columns = (matrix.local.num_rows, matrix.shape[1]) if matrix is not None else (0, 0)
-        return [Request("cut", (rows, 1)), Request("sum", (columns + 2,)), Request("sum", (1,))]
+        requests = [Request("cut", (rows, 1)), Request("sum", (columns + 2,)), Request("sum", (1,))]
+        return requests if self.parameters.beta1 is None else [*requests, *self._keep_requests(plain, 1)]
 
     def plain(self, step: PlainStep) -> Walk:
         state, group, matrix = step.state, step.group, step.plain.matrix
@@ -566,17 +577,17 @@ class Adafactor(Rule):
         self._clip(update, total, numel, group)
         rate = self._rate(step, sums[-1], numel)
         update.mul_(rate)
-        if group["beta1"] is not None:
+        if self.parameters.beta1 is not None:
             exp_avg = step.read("exp_avg")
-            exp_avg.view(-1).lerp_(update, 1.0 - group["beta1"])
-            step.write("exp_avg", exp_avg)
+            exp_avg.view(-1).lerp_(update, 1.0 - self.parameters.beta1)
+            yield from self._keep(step, {"exp_avg": exp_avg})
             update = exp_avg.reshape(-1)
         return Update(update, -1.0, 1.0 - rate * group["weight_decay"])
 
     def carry(self, step: ProjectedStep, transition: Tensor) -> None:
         column = step.read("exp_avg_sq_col") @ transition.square()
         step.write("exp_avg_sq_col", column.clamp_(min=step.group["eps"][0]))
-        if step.group["beta1"] is not None:
+        if self.parameters.beta1 is not None:
             step.write("exp_avg", step.side.moment_product(step.matrix, step.read("exp_avg"), transition))
 
 
