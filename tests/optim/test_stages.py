@@ -146,7 +146,7 @@ def test_hpz_gives_the_losses_of_one_process(pool):
 
 
 def small(stage: int) -> tuple[list[torch.Tensor], list[bool]]:
-    """The weights after some steps of a model of which some ranks hold nothing but padding; and by group, who does."""
+    """The weights after some steps; and by group, whether this rank holds nothing but padding."""
     model = Small()
     settings = jobs.config(jobs.galore(rank=1, update_proj_gap=3, lr=0.05), micro=1, zero={"stage": stage})
     rest = [p for p in model.parameters() if p is not model.first.bias]
@@ -339,7 +339,23 @@ def unattached(zero: dict[str, Any], extra: dict[str, Any]) -> str:
     return "nothing happened"
 
 
+def unattached_padding() -> str:
+    """The same where a rank holds only padding: its gradient is zero, as in DeepSpeed's step at construction."""
+    model = Small()
+    settings = jobs.config(jobs.galore(rank=1), micro=1, zero={"stage": 2})
+    engine = jobs.start(model, settings, model_parameters=[model.first.weight])
+    engine.basic_optimizer._holder = lambda: None
+    engine.backward(engine(torch.ones(4, 3)))
+    try:
+        engine.step()
+    except BindingError as error:
+        return str(error)
+    return "nothing happened"
+
+
 def test_without_enable_a_step_says_so_on_all_ranks(pool):
+    for found in pool.run(4, unattached_padding, timeout=60):
+        assert "call ds_galore.enable() before deepspeed.initialize" in found
     for zero, extra in [({"stage": 2}, {}), ({"stage": 0}, BF16)]:
         for found in pool.run(2, unattached, zero, extra, timeout=60):
             assert "call ds_galore.enable() before deepspeed.initialize" in found
