@@ -9,9 +9,9 @@ process:
   rotates. The *floor* is what a step of GaLore cannot do without, in plain torch: ``L = G Q``, Adam on ``L``
   (rows x r), ``W.addmm_(N, Q^T)``. Ratios are medians of the ratios within a round, so that a slow moment of the
   machine falls on both.
-- *refreshes*: a gap of two steps a matrix is run several times, so that every second step refreshes one matrix as in a
-  longer gap with ``stagger_refresh``; a step's time is its median over the gaps. What the refreshes take is then spread
-  over ``--gap`` steps. galore-torch takes the SVDs of all matrices in one step; each shape's is timed once.
+- *refreshes*: some gaps are run as configured, staggered (on one layer, of four steps a matrix, to save time); a
+  step's time is its median over the gaps. What the steps with a refresh take more is then spread over ``--gap`` steps.
+  galore-torch takes the SVDs of all matrices in one step; each shape's is timed once.
 - *share*: forward and backward of one layer, and the optimizer's step on it.
 
 Elsewhere busy cores make two threads wait for each other: then ``--threads 1`` tells more.
@@ -216,35 +216,44 @@ def ratio(taken: list[float], others: list[float]) -> float:
 
 def refreshes(work: Workload, gap: int, gaps: int, peer_seconds: float) -> dict[str, float]:
     """What refreshing takes: spread over ``gap`` steps, and in the worst step."""
-    count = len(work.weights)
-    optimizer = work.ours(*RULES[OURS], gap=2 * count)
+    length = min(gap, 4 * len(work.weights))
+    optimizer = work.ours(*RULES[OURS], gap=length)
     assert optimizer is not None
     begin = time.perf_counter()
     optimizer.step()
     first = time.perf_counter() - begin
-    for _ in range(2 * count - 1):  # the rest of the first gap, to warm up
+    taken: list[list[float]] = [[] for _ in range(length)]
+    refreshed = [False] * length
+    before = bases_of(optimizer)
+    for position in [*range(1, length), *(list(range(length)) * gaps)]:  # the first gap warms up
+        begin = time.perf_counter()
         optimizer.step()
-    taken: list[list[float]] = [[] for _ in range(2 * count)]
-    for _ in range(gaps):
-        for position in range(2 * count):
-            begin = time.perf_counter()
-            optimizer.step()
-            taken[position].append(time.perf_counter() - begin)
-    medians = [statistics.median(each) for each in taken]
-    plain = statistics.median(medians[1::2])  # matrix i refreshes on step 2i
-    added = sum(each - plain for each in medians[::2])
+        taken[position].append(time.perf_counter() - begin)
+        after = bases_of(optimizer)
+        refreshed[position] |= after != before
+        before = after
+    medians = [statistics.median(each[-gaps:]) for each in taken]
+    plain = statistics.median(each for each, had in zip(medians, refreshed, strict=True) if not had)
+    added = sum(each - plain for each, had in zip(medians, refreshed, strict=True) if had)
     svd = svd_seconds(work)
     return {
         "first_step": first,
         "plain": plain,
+        "steps_with_refresh": sum(refreshed),
         "refreshes_of_a_gap": added,
         "refresh_share": added / (gap * plain),
         "worst": max(medians) / plain,
-        "worst_unsmoothed": max(map(max, taken)) / plain,
+        "worst_unsmoothed": max(max(each[-gaps:]) for each in taken) / plain,
         "peer_svds_of_a_gap": svd,
         "peer_refresh_share": svd / (gap * peer_seconds),
         "peer_worst": 1.0 + svd / peer_seconds,
     }
+
+
+def bases_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
+    """What changes when a basis does: the tensors' identities and versions."""
+    stored = [state["projector"] for state in optimizer.state.values()]
+    return [(id(projector), projector._version) for projector in stored]
 
 
 def svd_seconds(work: Workload) -> float:
