@@ -64,6 +64,8 @@ class Model:
         Samples of a step, tokens of a sample.
     steps
         Optimizer steps, unless ``--steps`` says otherwise.
+    variants
+        Whether variants of a rule (with a comma in their names) are trained as well.
     """
 
     config: str
@@ -73,6 +75,7 @@ class Model:
     batch: int
     length: int
     steps: int
+    variants: bool = True
 
     def settings(self) -> dict[str, Any]:
         """The configuration of the model."""
@@ -92,10 +95,18 @@ class Model:
 
 
 MODELS = {
-    "tiny": Model("tiny", {}, rank=64, gap=50, batch=4, length=128, steps=250),
-    # Two of the eight layers, and bytes for tokens: what two cores can train in the time.
+    "tiny": Model("tiny", {}, rank=64, gap=50, batch=4, length=64, steps=300),
+    # Two of the eight layers, bytes for tokens, and the rules without their variants: what two cores can train in the
+    # time.
     "60m": Model(
-        "llama_60m", {"num_hidden_layers": 2, "vocab_size": 256}, rank=128, gap=40, batch=4, length=128, steps=160
+        "llama_60m",
+        {"num_hidden_layers": 2, "vocab_size": 256},
+        rank=128,
+        gap=50,
+        batch=4,
+        length=64,
+        steps=200,
+        variants=False,
     ),
 }
 
@@ -153,6 +164,8 @@ RULES = {
     "galore-torch GaLoreAdamW": Rule("galore_torch.GaLoreAdamW", {**GALORE, "proj_type": "std"}),
 }
 BASELINE = next(iter(RULES))
+#: A variant that every model is trained with.
+NOT_CARRIED = "GaLoreAdamW, moments not re-projected"
 
 WARM_UP, LEAST_RATE, CLIP = 0.1, 0.1, 1.0
 #: Tokens that the validation loss is the mean of, and how many samples are evaluated at once.
@@ -279,6 +292,8 @@ def plan(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         if label not in arguments.rules:
             continue
         model = MODELS[name]
+        if "," in label and not model.variants and label != NOT_CARRIED:
+            continue
         settings = {
             "version": VERSION,
             "model": model.settings(),
