@@ -1,4 +1,4 @@
-"""What moments and projectors are stored as: shapes, errors, and rows that do not depend on their neighbours; the noise."""
+"""What moments and projectors are stored as: shapes, errors, rows that do not depend on their neighbours; noise."""
 
 from __future__ import annotations
 
