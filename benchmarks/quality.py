@@ -155,7 +155,7 @@ RULES = {
     "GaLoreAdamW8bit": Rule("ds_galore.GaLoreAdamW8bit", GALORE),
     "GaLoreAdamW, bf16 moments": Rule("ds_galore.GaLoreAdamW", {**GALORE, "moment_dtype": "bf16"}),
     "GaLoreAdamW, random bases": Rule("ds_galore.GaLoreAdamW", {**GALORE, "refresh": "random"}),
-    "GaLoreAdamW, adaptive gap": Rule("ds_galore.GaLoreAdamW", {**GALORE, "adaptive_gap": True}),
+    "GaLoreAdamW, adaptive gap": Rule("ds_galore.GaLoreAdamW", {**GALORE, "adaptive_gap": True, "stable_overlap": 0.6}),
     "GaLoreAdamW, rank by energy 0.9": Rule("ds_galore.GaLoreAdamW", {**GALORE, "rank": {"energy": 0.9, "max": None}}),
     "GaLoreAdafactor": Rule("ds_galore.GaLoreAdafactor", GALORE),
     "APOLLOAdamW": Rule("ds_galore.APOLLOAdamW", {"lr": 0.01, "scale": 1.0, "scaling": "channel"}),

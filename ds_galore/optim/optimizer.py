@@ -24,7 +24,7 @@ from ds_galore.optim.matrices import State
 from ds_galore.optim.plan import FlatPlan, compute_dtype, decide, plain_value, read_groups
 from ds_galore.optim.states import StateTensor, effective, plain_tensors, projected_tensors
 from ds_galore.optim.step import FlatStep
-from ds_galore.optim.updates import Rule
+from ds_galore.optim.walks import Rule
 from ds_galore.parameters import LowRankParameters
 from ds_galore.tools.memory import Kept, ParameterPlan
 from ds_galore.tools.optimizers import configured, optimizer_named
