@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from torch.nn import Parameter
 import ds_galore
 from ds_galore.optim import matrices
 from ds_galore.optim.formats import Dynamic
+from ds_galore.tools.memory import plan_memory
 from tests import jobs
 
+MODELS = Path(__file__).resolve().parent.parent.parent / "configs" / "models"
 SHAPES = [(24, 16), (16, 24), (20, 20)]
 GALORE = {"rank": 4, "update_proj_gap": 5, "scale": 0.25, "proj_type": "std"}
 FAITHFUL = {"refresh": "svd", "stagger_refresh": False, "reproject_moments": False}
@@ -167,3 +170,21 @@ def test_a_step_with_8_bit_states_errs_by_the_quantisation_alone():
         bound = wide[key].abs().amax(dim=1, keepdim=True) / 127
         assert ((decoded - wide[key]).abs() <= bound).all()
         assert not torch.equal(decoded, wide[key])
+
+
+@pytest.mark.parametrize(("projectors", "saved"), [("int8", 0.64), ("int4", 0.66)])
+def test_the_states_of_a_60m_llama_are_those_that_are_planned(projectors, saved):
+    """Existing tensors of the paper's smallest model, rank 128; embeddings and head are over half of it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(MODELS / "llama_60m.json"))
+    settings = {"rank": 128, "projector_dtype": projectors, "first_basis": "random"}
+    optimizer = ds_galore.GaLoreAdamW8bit(model.parameters(), model=model, **settings)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer.step()
+    found = optimizer.state_bytes()
+    plan = plan_memory(optimizer.parameter_plans(), world_size=1, kept=optimizer.kept, stage=0)
+    assert (found["moments"], found["projectors"]) == (plan.moments, plan.projectors)
+    bf16_adamw = 2 * 2 * sum(parameter.numel() for parameter in model.parameters())
+    assert 1 - sum(found.values()) / bf16_adamw == pytest.approx(saved, abs=0.02)
