@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 STEPS ?= 250
 RANKS ?= 2
+JOBS ?= 2
 CONFIG ?= configs/zero3_galore.json
 
-.PHONY: train test lint typecheck unit crashtest fuzz bench bench-checkpoints clean
+.PHONY: train test lint typecheck unit crashtest fuzz bench bench-checkpoints quality clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -45,6 +46,11 @@ test: lint typecheck unit
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/refresh.py
+	$(BIN)/python benchmarks/step.py
+
+# About 45 minutes on two idle cores; what is finished is kept, and an interrupted table goes on.
+quality: $(VENV)/.dev
+	$(BIN)/python benchmarks/quality.py --jobs $(JOBS) $(ARGS)
 
 bench-checkpoints: $(VENV)/.dev
 	for row in galore staggered decay adamw stall stall-adamw; do \

@@ -419,7 +419,14 @@ def _check_precision(config: Mapping[str, Any], kind: str, stage: int) -> None:
             _refuse(f"bf16.{states}", bf16.get(states, False), f"beside bf16.{masters} DeepSpeed wants true here")
         if stage == 1 and section(config, "data_types").get("grad_accum_dtype") in ("fp32", "float32"):
             _refuse(f"bf16.{masters}", True, "with fp32 accumulation at stage 1 DeepSpeed ignores it; use stage 2")
-    if section(config, "fp16").get("fp16_master_weights_and_grads"):
+    fp16 = section(config, "fp16")
+    if stage == 0 and fp16.get("enabled") not in (None, False, "auto") and fp16.get("loss_scale", 0) != 1:
+        _refuse(
+            "fp16.loss_scale",
+            fp16.get("loss_scale", 0),
+            "without ZeRO DeepSpeed divides gradients by it and does not scale the loss; use 1, or stage 1 to 3",
+        )
+    if fp16.get("fp16_master_weights_and_grads"):
         _refuse("fp16.fp16_master_weights_and_grads", True, f"DeepSpeed wants its own CPU-offloaded Adam, not {kind}")
     autocast = section(config, "torch_autocast")
     if stage and autocast.get("enabled") and autocast.get("dtype") in ("float16", "fp16"):

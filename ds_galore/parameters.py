@@ -108,7 +108,7 @@ class LowRankParameters(BaseModel):
     stable_overlap: Annotated[
         float,
         Field(gt=0, le=1, description="Overlap |Q_old^T Q_new|^2 / rank from which a basis counts as stable."),
-    ] = 0.8
+    ] = 0.6
     max_gap_factor: Annotated[int, Field(ge=1, description="The most that a gap is stretched by.")] = 8
     refresh_budget: Annotated[
         int | None,

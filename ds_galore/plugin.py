@@ -45,8 +45,8 @@ def enable() -> None:
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    for name in OPTIMIZERS:
-        setattr(torch.optim, name, _OPTIMIZERS[name])
+    for name, optimizer in _OPTIMIZERS.items():
+        setattr(torch.optim, name, optimizer)
     _wrap(DeepSpeedEngine, "_do_sanity_check", _checked)
     _wrap(DeepSpeedEngine, "_configure_basic_optimizer", _built_with_model)
     _wrap(DeepSpeedEngine, "_do_optimizer_sanity_check", _checked_when_built)

@@ -27,6 +27,7 @@ import torch.distributed as dist
 import ds_galore
 from ds_galore.config import GALORE_OPTIMIZERS, load_config, resolve_auto, section
 from ds_galore.errors import ConfigError, DataError, DsGaloreError
+from ds_galore.optim.optimizer import LowRankOptimizer
 from ds_galore.optim.targets import describe_model, select_targets
 from ds_galore.tools.memory import ParameterPlan, plan_memory
 from ds_galore.zero.group import RankGroup
@@ -420,7 +421,8 @@ def element_sizes(engine: Any) -> dict[str, Any]:
     zero = engine.optimizer
     if not hasattr(zero, "fp32_partitioned_groups_flat"):  # no ZeRO: whole weights and gradients of their dtype
         size = next(engine.module.parameters()).element_size()
-        return {"weight_bytes": size, "master_bytes": 0, "gradient_bytes": size, "stage": 0}
+        masters = 4 if hasattr(zero, "fp32_groups") else 0  # FP16_UnfusedOptimizer's copies
+        return {"weight_bytes": size, "master_bytes": masters, "gradient_bytes": size, "stage": 0}
     weights, masters = zero.fp16_partitioned_groups_flat[0], zero.fp32_partitioned_groups_flat[0]
     shared = weights.data_ptr() == masters.data_ptr()
     gradients = zero.grad_partitions_flat_buffer.element_size()
@@ -446,10 +448,10 @@ def announce(engine: Any, corpus: Corpus, world_size: int) -> None:
         return  # what DeepSpeed makes of gradients there has not been compared with the table
     optimizer = engine.basic_optimizer
     adamw = [ParameterPlan("", number) for number in numbers]
-    plans = optimizer.parameter_plans() if isinstance(optimizer, ds_galore.GaLoreAdamW) else adamw
+    plans = optimizer.parameter_plans() if isinstance(optimizer, LowRankOptimizer) else adamw
     options = {"world_size": world_size, **element_sizes(engine)}
     own = dict(options)
-    if isinstance(optimizer, ds_galore.GaLoreAdamW):
+    if isinstance(optimizer, LowRankOptimizer):
         own["sharded"] = optimizer.shards_projectors(world_size)
         own["kept"] = optimizer.kept
     ranks = [plan_memory(plans, rank=rank, **own) for rank in range(world_size)]

@@ -132,6 +132,7 @@ class _Groups:
         self._rank = rank
         self._store = ""
         self._pristine: dict[str, Any] = {}
+        self._linear: Any = None
 
     def prepare(self, world_size: int, store: str) -> None:
         """Be rank ``rank`` of ``world_size`` in a gloo world."""
@@ -141,8 +142,10 @@ class _Groups:
         from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
         from deepspeed.runtime.zero.partition_parameters import Init
         from deepspeed.utils import groups
+        from torch.nn import functional
 
         if not self._pristine:
+            self._linear = functional.linear
             # Not needed here, and compiled for over a minute on a fresh machine.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
             self._pristine = {
@@ -153,6 +156,9 @@ class _Groups:
         # Ranks that sat out a call would number modules and parameters otherwise than those that took part.
         Init.param_id = 0
         DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+        # Stage 3 replaces it for good. Gradients then arrive in another order, by which stages 1 and 2 add up what
+        # ranks send: those of a rank that took part in a stage-3 call do not fit those of one that did not.
+        functional.linear = self._linear
         if store == self._store:
             return
         if dist.is_initialized():

@@ -35,7 +35,7 @@ from ds_galore.checkpoint.job import Factors, Plan, SaveJob
 from ds_galore.checkpoint.job import plan as plan_save
 from ds_galore.checkpoint.loading import PreparedLoad, is_placeholder, load_file
 from ds_galore.checkpoint.manifest import MANIFEST, Manifest
-from ds_galore.checkpoint.pieces import MASTER, StateMap, rounded_weights
+from ds_galore.checkpoint.pieces import MASTER, WEIGHT, StateMap, rounded_weights
 from ds_galore.checkpoint.siblings import is_rotated, kept_copy, newest_intact_sibling, try_to_keep
 from ds_galore.checkpoint.snapshot import Background, HostBuffers
 from ds_galore.checkpoint.store import CheckpointStore
@@ -256,8 +256,9 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         plan: Plan,
         factors: Factors,
     ) -> OpenBase | None:
-        """The base, if its files are there and this rank's hold the ranges that are to be written.
+        """The base, if its files are there and this rank's hold the ranges of weights that are to be written.
 
+        States of a matrix whose rank has changed since are written whole.
         Whatever the thread will read of them is open then, so that they may be removed meanwhile.
         """
         if base is None:
@@ -266,7 +267,8 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         opened = base.open(rank, store.path(tag))
         if opened is None or not opened.hold_open(factors):
             return None
-        wanted = {(*each.key, each.key[1] + each.piece.numel * each.scale) for each in plan[1]}
+        weights = [each for each in plan[1] if each.piece.name.endswith((f"/{MASTER}", f"/{WEIGHT}"))]
+        wanted = {(*each.key, each.key[1] + each.piece.numel * each.scale) for each in weights or plan[1]}
         return opened if wanted <= opened.held.keys() else None
 
     def _copy(

@@ -20,8 +20,8 @@ from ds_galore.checkpoint.reader import CheckpointReader
 from ds_galore.checkpoint.resharding import fits, frozen_fragments, masters, optimizer_state
 from ds_galore.checkpoint.store import CheckpointStore
 from ds_galore.checkpoint.tree import restore
-from ds_galore.config import GALORE_OPTIMIZERS
 from ds_galore.errors import CheckpointMismatchError, ConfigError
+from ds_galore.parameters import OPTIMIZERS
 from ds_galore.zero.binding import flat_parts
 from ds_galore.zero.group import RankGroup
 
@@ -182,7 +182,7 @@ def _check_stage(directory: Path, saved: object, stage: int) -> None:
 def _check_optimizer(directory: Path, saved: object, optimizer: Any) -> None:
     """Refuse our optimizer's state for another, and the other way round; torch's Adams load each other's."""
     own = type(optimizer).__name__
-    if isinstance(saved, str) and saved != own and (saved in GALORE_OPTIMIZERS or own in GALORE_OPTIMIZERS):
+    if isinstance(saved, str) and saved != own and (saved in OPTIMIZERS or own in OPTIMIZERS):
         raise CheckpointMismatchError(
             f"{directory}: holds the state of {saved}, and optimizer.type is {own}; load_optimizer_states=False takes"
             " the weights alone"

@@ -166,11 +166,19 @@ def _pieces(flat: FlatParts, kind: str, *, moment: bool = False) -> list[Piece]:
 
 
 def low_rank_pieces(
-    optimizer: LowRankOptimizer, flat: FlatParts
+    optimizer: LowRankOptimizer, flat: FlatParts, state: Mapping[str, Any] | None = None
 ) -> dict[tuple[str, str], tuple[Piece, tuple[int, ...]]]:
-    """By parameter and key, what the tensors of our optimizer's state consist of, and their shapes on this rank."""
+    """By parameter and key, what the tensors of our optimizer's state consist of, and their shapes on this rank.
+
+    Parameters
+    ----------
+    state
+        By parameter, its state, where that is not the optimizer's present one.
+    """
     found: dict[tuple[str, str], tuple[Piece, tuple[int, ...]]] = {}
-    for name, tensors in optimizer.state_tensors(flat.tensor, flat.group).items():
+    for name, tensors in optimizer.state_tensors(
+        flat.tensor, flat.group, None if state is None else dict(state)
+    ).items():
         for key, each in tensors.items():
             stored, moment = each.stored, each.moment
             piece = Piece(f"{name}/{key}", each.logical, each.start, 0, each.numel, stored=stored, moment=moment)

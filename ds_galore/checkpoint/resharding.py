@@ -7,7 +7,7 @@ tensors from the logical ones, everything else from the first rank's state file,
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -76,11 +76,25 @@ def _same_layout(saved: Mapping[str, Any], described: Mapping[str, Any], engine:
     if not isinstance(optimizer, LowRankOptimizer):
         return True
     # Projectors may be kept whole or in parts, whatever the layout of the weights.
-    factors = [piece for flat in flats for piece, _ in low_rank_pieces(optimizer, flat).values()]
+    states = dict(_low_rank_states(inner))
+    factors = [piece for flat in flats for piece, _ in low_rank_pieces(optimizer, flat, states).values()]
     names = {piece.name for piece in factors}
     there = (piece for description in described.values() for piece in description["pieces"])
     low = {(name, start, numel) for name, start, _, numel in there if name in names and numel}
     return low <= {(piece.name, piece.start, piece.numel) for piece in factors}
+
+
+def _low_rank_states(tree: Any) -> Iterator[tuple[str, Any]]:
+    """By parameter, the states of projected matrices in a state file."""
+    if isinstance(tree, list):
+        for each in tree:
+            yield from _low_rank_states(each)
+    elif isinstance(tree, Mapping):
+        for name, each in tree.items():
+            if isinstance(each, Mapping) and "has_basis" in each:
+                yield name, each
+            else:
+                yield from _low_rank_states(each)
 
 
 def masters(engine: Any, read: Read) -> list[Tensor]:
@@ -202,7 +216,7 @@ def _low_rank_state(
     optimizer: LowRankOptimizer, flat: FlatParts, old: Mapping[str, Mapping[str, Any]], read: Read
 ) -> dict[str, Any]:
     made: dict[str, Any] = {}
-    layout = low_rank_pieces(optimizer, flat)
+    layout = low_rank_pieces(optimizer, flat, old)
     for name in (part.name for part in flat.parts):
         if name not in old:
             continue

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ds_galore.optim.matrices import Matrix, Side
-from ds_galore.optim.updates import Request, Update, Walk
+from ds_galore.optim.walks import Request, Update, Walk
 from ds_galore.zero.exchange import CutRowExchange
 from ds_galore.zero.group import Guard, RankGroup
 from ds_galore.zero.layout import MatrixLayout

@@ -24,7 +24,7 @@ from ds_galore.optim.matrices import State
 from ds_galore.optim.plan import FlatPlan, compute_dtype, decide, plain_value, read_groups
 from ds_galore.optim.states import StateTensor, effective, plain_tensors, projected_tensors
 from ds_galore.optim.step import FlatStep
-from ds_galore.optim.updates import Rule
+from ds_galore.optim.walks import Rule
 from ds_galore.parameters import LowRankParameters
 from ds_galore.tools.memory import Kept, ParameterPlan
 from ds_galore.tools.optimizers import configured, optimizer_named
@@ -171,8 +171,10 @@ class LowRankOptimizer(Optimizer):
         """Whether right projectors are kept in parts when ``world_size`` ranks share a parameter."""
         return self._decisions.shards_projectors(world_size)
 
-    def state_tensors(self, tensor: Tensor, group: int) -> dict[str, dict[str, StateTensor]]:
-        """By parameter and key, the tensors of a tensor's state on this rank, with the ranks that matrices have now.
+    def state_tensors(
+        self, tensor: Tensor, group: int, state: State | None = None
+    ) -> dict[str, dict[str, StateTensor]]:
+        """By parameter and key, the tensors of a tensor's state on this rank, with the ranks that its matrices have.
 
         Parameters
         ----------
@@ -180,8 +182,11 @@ class LowRankOptimizer(Optimizer):
             One that ``step()`` is given.
         group
             Index of its parameter group.
+        state
+            Its state where that is not the present one: what tells ranks that are chosen by energy.
         """
-        return self._layout(self._plan(tensor, self.param_groups[group]), tensor, self.state.get(tensor, {}))
+        present = self.state.get(tensor, {}) if state is None else state
+        return self._layout(self._plan(tensor, self.param_groups[group]), tensor, present)
 
     @staticmethod
     def _layout(plan: FlatPlan, tensor: Tensor, state: State) -> dict[str, dict[str, StateTensor]]:

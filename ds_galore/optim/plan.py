@@ -22,7 +22,7 @@ from ds_galore.optim.formats import MIN_QUANTISED, RowFormat, moment_format, pro
 from ds_galore.optim.matrices import LEFT, RIGHT, Matrix, Side
 from ds_galore.optim.states import block_layout
 from ds_galore.optim.targets import Described, describe_model, describe_names, select_targets
-from ds_galore.optim.updates import Plain, Rule, Slot
+from ds_galore.optim.walks import Plain, Rule, Slot
 from ds_galore.parameters import LowRankParameters
 from ds_galore.tools.memory import Kept, ParameterPlan, shards_projectors
 from ds_galore.zero.binding import FlatBinding, Placement, full_shape

@@ -13,7 +13,7 @@ import torch
 
 from ds_galore.optim.formats import BLOCK, Dynamic
 from ds_galore.optim.matrices import Matrix, Side, State
-from ds_galore.optim.updates import Plain, Slot
+from ds_galore.optim.walks import Plain, Slot
 from ds_galore.zero.layout import MatrixLayout
 
 __all__ = ["StateTensor", "effective", "plain_tensors", "projected_tensors"]

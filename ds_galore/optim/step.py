@@ -21,7 +21,7 @@ from ds_galore.optim.plan import Batch, FlatPlan, compute_dtype
 from ds_galore.optim.renewal import Renewal
 from ds_galore.optim.schedule import is_due, is_turn, pass_turn
 from ds_galore.optim.states import StateTensor, effective, plain_tensors, projected_tensors
-from ds_galore.optim.updates import Plain, PlainStep, ProjectedStep, Rule, Slot, Update, slots_by_key
+from ds_galore.optim.walks import Plain, PlainStep, ProjectedStep, Rule, Slot, Update, slots_by_key
 from ds_galore.parameters import LowRankParameters
 from ds_galore.zero.group import Guard
 

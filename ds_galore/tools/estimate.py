@@ -204,7 +204,7 @@ def estimate(job: Job, schedule: Schedule | None = None) -> Estimate:
         assumptions.append(f"{job.optimizer.name} is not in this package: its states are those of galore-torch")
     if job.optimizer.low_rank and job.stage in (1, 2):
         assumptions.append(
-            f"{job.optimizer.name} does not run under ZeRO 1 and 2 yet; its states are taken as evenly spread"
+            "ZeRO 1 and 2 cut whole groups of parameters; states are taken as if each parameter were cut evenly"
         )
     assumptions += _of_formats(job)
     assumptions.append("memory is of model states: no activations, buffers of communication, fragmentation")

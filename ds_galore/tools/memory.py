@@ -149,7 +149,7 @@ def plan_memory(
     world_size, rank
         Of how many ranks, and which.
     kept
-        What the optimizer keeps; where not given, AdamW's and GaLoreAdamW's in fp32.
+        What the optimizer keeps; where not given, AdamW's moments, and projectors, in fp32.
     sharded
         Whether right projectors are spread over the ranks.
     weight_bytes

@@ -1,7 +1,8 @@
 """A rank of a real DeepSpeed job that saves at every step and is killed: by itself at a named point, or from outside.
 
-``python -m tests.checkpoint.crashing DIR RANK WORLD STORE VICTIM POINT COUNT``: rank VICTIM kills itself when it passes
-POINT for the COUNT-th time. Prints ``ack N`` when the save after step N has been acknowledged.
+``python -m tests.checkpoint.crashing DIR RANK WORLD STORE VICTIM POINT COUNT CASE``: rank VICTIM kills itself when it
+passes POINT for the COUNT-th time. CASE is one of :data:`.test_family.CASES`, or empty. Prints ``ack N`` when the save
+after step N has been acknowledged.
 """
 
 from __future__ import annotations
@@ -19,25 +20,27 @@ BATCH = 12
 CHECKPOINT = {"full_every": 3, "keep_last": 2}
 
 
-def build() -> Any:
+def build(case: str, **settings: Any) -> Any:
     from tests import jobs
     from tests.checkpoint.engines import make
+    from tests.checkpoint.test_family import CASES
 
-    return make(jobs.galore(update_proj_gap=5), checkpoint=CHECKPOINT)
+    optimizer, extra = CASES[case] if case else (jobs.galore(update_proj_gap=5), {})
+    return make(optimizer, **settings, **extra)
 
 
-def reference(directory: str) -> None:
+def reference(directory: str, case: str = "") -> None:
     """The same run without a crash, keeping everything."""
     from tests import jobs
-    from tests.checkpoint.engines import make, save
+    from tests.checkpoint.engines import save
 
-    engine = make(jobs.galore(update_proj_gap=5), "full")
+    engine = build(case, mode="full")
     for step, data in enumerate(jobs.batches(STEPS, BATCH), start=1):
         jobs.train(engine, data[None])
         save(engine, directory, f"step-{step}")
 
 
-def main(directory: str, rank: str, world: str, store: str, victim: str, point: str, count: str) -> None:
+def main(directory: str, rank: str, world: str, store: str, victim: str, point: str, count: str, case: str) -> None:
     import deepspeed
     import torch.distributed as dist
 
@@ -48,7 +51,7 @@ def main(directory: str, rank: str, world: str, store: str, victim: str, point: 
     os.environ.update(RANK=rank, WORLD_SIZE=world, LOCAL_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world))
     deepspeed.init_distributed("gloo", verbose=False)
-    engine = build()
+    engine = build(case, checkpoint=CHECKPOINT)
     if Path(directory, "latest").exists():
         engine.load_checkpoint(directory)
     passed = 0

@@ -24,6 +24,7 @@ def make(
     *,
     checkpoint: Any = None,
     special: bool = False,
+    hidden: int = 32,
     **x: Any,
 ) -> Any:
     """An engine with our checkpoints; ``special``: with tied embeddings, frozen parameters and buffers of integers."""
@@ -36,7 +37,7 @@ def make(
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-2}}
     section = {"ds_galore": {"checkpoint": {"mode": mode, "full_every": 4, **(checkpoint or {})}}} if mode else {}
     micro = BATCH // dist.get_world_size()
-    model = jobs.tiny_llama(tied=special)
+    model = jobs.tiny_llama(tied=special, hidden=hidden)
     if special:
         model.model.register_buffer("counts", torch.arange(7) * 3)
         model.model.layers[1].register_buffer("mask", torch.tensor([True, False, True]))

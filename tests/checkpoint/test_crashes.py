@@ -20,6 +20,7 @@ import pytest
 from ds_galore.checkpoint.store import CheckpointStore
 from tests.checkpoint import crashing
 from tests.checkpoint.engines import contents
+from tests.checkpoint.test_family import CASES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 POINTS = (
@@ -36,12 +37,14 @@ POINTS = (
 )
 
 
-def start(directory: Path, store: Path, victim: int, point: str, count: int) -> list[subprocess.Popen[str]]:
+def start(
+    directory: Path, store: Path, victim: int, point: str, count: int, case: str = ""
+) -> list[subprocess.Popen[str]]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, "-m", "tests.checkpoint.crashing", str(directory)]
     return [
         subprocess.Popen(
-            [*command, str(rank), "2", str(store), str(victim), point, str(count)],
+            [*command, str(rank), "2", str(store), str(victim), point, str(count), case],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -117,3 +120,37 @@ def test_a_job_killed_at_named_points_leaves_an_acknowledged_checkpoint_and_goes
 @pytest.mark.parametrize("named", [False, True])
 def test_jobs_killed_at_random(pool, tmp_path, named, seed):
     many(pool, tmp_path, 6, named=named, seed=seed)
+
+
+def goes_on_exactly(pool, tmp_path: Path, case: str, point: str) -> None:
+    """A job that is killed at a point, and started again, ends where one ends that was not killed."""
+    pool.run(2, crashing.reference, str(tmp_path / "expected"), case)
+    pool.close()
+    killed = start(tmp_path / "run", tmp_path / "store-0", 0, point, 5, case)
+    killed[0].wait(timeout=180)
+    assert killed[0].returncode == -signal.SIGKILL
+    killed[1].kill()
+    for rank in killed:
+        rank.communicate()
+    store = CheckpointStore(tmp_path / "run")
+    first = store.latest()
+    assert first is not None
+    assert first != f"step-{crashing.STEPS}"
+    assert contents(store.path(first)) == contents(tmp_path / "expected" / first)
+    ranks = start(tmp_path / "run", tmp_path / "store-1", 0, "never", 1, case)
+    outputs = [rank.communicate(timeout=180)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert all(f"begin {first.removeprefix('step-')}\n" in output for output in outputs)
+    last = f"step-{crashing.STEPS}"
+    assert store.latest() == last
+    assert contents(store.path(last)) == contents(tmp_path / "expected" / last)
+
+
+def test_a_killed_job_with_8_bit_states_goes_on_exactly(pool, tmp_path):
+    goes_on_exactly(pool, tmp_path, "8bit int8 sharded", "committing")
+
+
+@pytest.mark.crashtest
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_killed_job_of_every_rule_and_stage_goes_on_exactly(pool, tmp_path, case):
+    goes_on_exactly(pool, tmp_path, case, "encoded")

@@ -13,6 +13,8 @@ from torch.nn import Parameter
 
 import ds_galore
 from ds_galore.optim import matrices
+from ds_galore.optim.formats import Dynamic
+from tests import jobs
 
 SHAPES = [(24, 16), (16, 24), (20, 20)]
 GALORE = {"rank": 4, "update_proj_gap": 5, "scale": 0.25, "proj_type": "std"}
@@ -114,3 +116,54 @@ def test_fira_is_firas(proj_type):
     ours = weights()
     galore = {"rank": 4, "update_proj_gap": 5, "scale": 1.0, "proj_type": proj_type}
     compare(run(ds_galore.FiraAdamW(groups(ours, galore), **settings, **FAITHFUL), ours), expected, 1e-4)
+
+
+def trained(optimizer: type, steps: int, **settings: Any) -> tuple[float, torch.optim.Optimizer]:
+    """The mean loss of the last tenth of a run on one process, of a model whose embeddings are quantised."""
+    model = jobs.tiny_llama(hidden=64)
+    made = optimizer(model.parameters(), model=model, lr=1e-2, rank=16, update_proj_gap=40, **settings)
+    losses = []
+    for tokens in jobs.batches(steps, 8):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        made.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        made.step()
+        losses.append(float(loss.detach()))
+    assert losses[0] > 4.0
+    return sum(losses[-steps // 10 :]) / (steps // 10), made
+
+
+def test_8_bit_states_end_within_a_percent_of_fp32_states_after_300_steps():
+    expected, _ = trained(ds_galore.GaLoreAdamW, 300)
+    found, optimizer = trained(ds_galore.GaLoreAdamW8bit, 300, projector_dtype="int8")
+    assert expected < 2.0
+    assert abs(found / expected - 1.0) < 0.01
+    moments = [
+        each for state in optimizer.state.values() for key, each in state.items() if key in ("exp_avg", "exp_avg_sq")
+    ]
+    assert sum(each.numel() for each in moments if each.dtype == torch.uint8) > 0.98 * sum(
+        each.numel() for each in moments
+    )
+
+
+def test_a_step_with_8_bit_states_errs_by_the_quantisation_alone():
+    """The first update is that of fp32 states, bit for bit; the moments it leaves are theirs, rounded."""
+    generator = torch.Generator().manual_seed(1)
+    start, grad = torch.randn(96, 80, generator=generator), torch.randn(96, 80, generator=generator)
+    found = []
+    for kind in (ds_galore.GaLoreAdamW, ds_galore.GaLoreAdamW8bit):
+        weight = Parameter(start.clone())
+        optimizer = kind([{"params": [weight], "rank": 72, "update_proj_gap": 10, "scale": 1.0}], lr=1e-2)
+        weight.grad = grad.clone()
+        optimizer.step()
+        found.append((weight.detach(), optimizer.state[weight]))
+    (exact, wide), (quantised, narrow) = found
+    assert torch.equal(exact, quantised)
+    assert narrow["exp_avg"].dtype == torch.uint8
+    for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        parts = {"": narrow[key], "_absmax": narrow[f"{key}_absmax"]}
+        decoded = Dynamic(signed).decode(parts, 72, torch.float32)
+        bound = wide[key].abs().amax(dim=1, keepdim=True) / 127
+        assert ((decoded - wide[key]).abs() <= bound).all()
+        assert not torch.equal(decoded, wide[key])

@@ -75,6 +75,8 @@ def losses_of(cases: list[Case], steps: int = STEPS) -> list[tuple[str, list[flo
         if zero.get("parameter_alignment"):
             assert any(any(each) for each in holder.round_robin_bit16_padding)
         if zero.get("zero_hpz_partition_size"):
+            tokens = jobs.batches(1, 1)[0].to(engine.device)
+            engine(input_ids=tokens, labels=tokens)  # a step drops the secondary partitions
             assert any(p.ds_secondary_tensor is not None for p in engine.module.parameters())
         found.append((type(holder).__name__, losses))
     return found
@@ -134,19 +136,21 @@ def test_the_stages_give_the_losses_of_one_process(pool, ranks, cases):
 
 
 def test_hpz_gives_the_losses_of_one_process(pool):
-    ((_, expected),) = pool.run(1, losses_of, [(RIGHT, {"stage": 0}, {})], 12)[0]
-    found = pool.run(4, losses_of, [(RIGHT, {"stage": 3, "zero_hpz_partition_size": 2}, {})], 12)
+    ((_, expected),) = pool.run(1, losses_of, [(RIGHT, {"stage": 0}, {})], 6)[0]
+    at_once = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}  # else a small model is never released
+    zero = {"stage": 3, "zero_hpz_partition_size": 2, **at_once}
+    found = pool.run(4, losses_of, [(RIGHT, zero, {})], 6)
     for ((_, losses),) in found:
         assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-4
-    assert expected[-1] < 0.8 * expected[0]
+    assert expected[-1] < 0.9 * expected[0]
 
 
-def small(stage: int) -> list[torch.Tensor]:
-    """The weights after some steps of a model of which some of four ranks hold nothing but padding."""
+def small(stage: int) -> tuple[list[torch.Tensor], list[bool]]:
+    """The weights after some steps; and by group, whether this rank holds nothing but padding."""
     model = Small()
     settings = jobs.config(jobs.galore(rank=1, update_proj_gap=3, lr=0.05), micro=1, zero={"stage": stage})
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    engine = jobs.start(model, settings, model_parameters=[{"params": [model.first.bias]}, {"params": matrices}])
+    rest = [p for p in model.parameters() if p is not model.first.bias]
+    engine = jobs.start(model, settings, model_parameters=[{"params": [model.first.bias]}, {"params": rest}])
     for step in range(8):
         engine.backward(engine(torch.randn(4, 3, generator=torch.Generator().manual_seed(step))))
         engine.step()
@@ -184,23 +188,18 @@ def test_bf16_trains_as_fp32_does(pool):
         (ZERO12, STD, {"stage": 2}, BF16_MASTERS),
         (ZERO3, STD, {"stage": 3}, BF16_MASTERS),
     ]
-    alone = [
-        (params, {"stage": 0}, {key: value for key, value in extra.items() if key in ("freeze", "groups")})
-        for _, params, _, extra in cases
-    ]
-    expected = pool.run(1, losses_of, alone)[0]
-    for found in pool.run(2, losses_of, [case[1:] for case in cases]):
-        for (kind, _, zero, extra), (name, losses), (_, wanted) in zip(cases, found, expected, strict=True):
+    wanted_of = {}
+    for _, params, _, extra in cases:
+        plain = {key: value for key, value in extra.items() if key in ("freeze", "groups")}
+        wanted_of[str((params, sorted(plain)))] = (params, {"stage": 0}, plain)
+    expected = dict(zip(wanted_of, pool.run(1, losses_of, list(wanted_of.values()), 20)[0], strict=True))
+    for found in pool.run(2, losses_of, [case[1:] for case in cases], 20):
+        for (kind, params, zero, extra), (name, losses) in zip(cases, found, strict=True):
             assert name == kind
+            _, wanted = expected[str((params, sorted(key for key in extra if key in ("freeze", "groups"))))]
             assert losses[-1] < 0.6 * losses[0], (zero, extra)
             tolerance = 0.1 if extra["bf16"] == BF16_MASTERS["bf16"] else 0.01
             assert max(abs(a - b) for a, b in zip(losses, wanted, strict=True)) < tolerance, (zero, extra)
-
-
-def supports_fp16() -> None:
-    from deepspeed.accelerator import get_accelerator
-
-    get_accelerator().is_fp16_supported = lambda: True
 
 
 def flats(engine: Any) -> list[torch.Tensor]:
@@ -218,17 +217,14 @@ def snapshot(engine: Any) -> dict[str, Any]:
     }
 
 
-def rehearsed(dtype: str) -> None:
+def rehearsed(precision: dict[str, Any]) -> None:
     """DeepSpeed's step at construction leaves no trace; the first true one is the first."""
-    supports_fp16()
     plain = odd_llama()
-    engine = start(
-        RIGHT, {"stage": 0}, **{dtype: {"enabled": True, "min_loss_scale": 1} if dtype == "fp16" else {"enabled": True}}
-    )
+    engine = start(RIGHT, {"stage": 0}, **precision)
     assert not engine.basic_optimizer.state
     assert not engine.basic_optimizer._plans
-    for copied, before in zip(flats(engine), plain.parameters(), strict=True):
-        assert torch.equal(copied, before.to(next(engine.module.parameters()).dtype).float())
+    for copied, parameter, before in zip(flats(engine), engine.module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(copied, before.to(parameter.dtype).float())
     before = snapshot(engine)
     jobs.train(engine, jobs.batches(1, BATCH))
     after = snapshot(engine)
@@ -236,36 +232,43 @@ def rehearsed(dtype: str) -> None:
     assert all(state["step"] == 1 for state in after["state"])
 
 
-def overflowing(zero: dict[str, Any]) -> None:
+def overflowing(zero: dict[str, Any], scaling: dict[str, Any]) -> None:
     """An overflowed fp16 step leaves everything as it was; the next one trains."""
-    supports_fp16()
-    engine = start(RIGHT, zero, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
-    holder, data = engine.optimizer, jobs.batches(12, BATCH)
-    scaler = holder.loss_scaler if hasattr(holder, "loss_scaler") else holder.loss_scale_config
-    scaler.cur_scale = 2.0**8
+    import torch.distributed as dist
+
+    engine = start(RIGHT, zero, fp16={"enabled": True, **scaling})
+    data = jobs.batches(12, BATCH)
     losses = jobs.train(engine, data[:2])
     assert engine.skipped_steps == 0
     before = snapshot(engine)
-    scaler.cur_scale = 2.0**40
-    jobs.train(engine, data[2:3])
+    part = data[2].chunk(dist.get_world_size())[dist.get_rank()]
+    engine.backward(engine(input_ids=part, labels=part).loss.float() * 2.0**40)
+    engine.step()
     assert engine.skipped_steps == 1
     compare(before, snapshot(engine))
-    scaler.cur_scale = 2.0**8
     losses += jobs.train(engine, data[3:])
     assert engine.skipped_steps == 1
     assert losses[-1] < 0.8 * losses[0]
 
 
 def fp16_cases() -> None:
-    rehearsed("bf16")
-    rehearsed("fp16")
-    for zero in ({"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 2, "offload_optimizer": CPU}):
-        overflowing(zero)
+    from deepspeed.accelerator import get_accelerator
+
+    static, dynamic = {"loss_scale": 1}, {"initial_scale_power": 8, "hysteresis": 1}
+    accelerator = get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+    try:
+        rehearsed(BF16)
+        rehearsed({"fp16": {"enabled": True, **static}})
+        overflowing({"stage": 0}, static)
+        for zero in ({"stage": 1}, {"stage": 2}, {"stage": 2, "offload_optimizer": CPU}):
+            overflowing(zero, dynamic)
+    finally:
+        del accelerator.is_fp16_supported
 
 
 def test_the_step_at_construction_and_an_overflowed_fp16_step_change_nothing(pool):
     pool.run(2, fp16_cases)
-    pool.close()  # the workers' accelerator says that it supports fp16 now
 
 
 # ---------------------------------------------------------------------- resuming
@@ -273,19 +276,18 @@ def test_the_step_at_construction_and_an_overflowed_fp16_step_change_nothing(poo
 
 def resumed(directory: str, cases: list[Case]) -> None:
     """A run that is saved and loaded into a new engine goes on bit for bit as the run that was not."""
-    data = jobs.batches(12, BATCH)
+    data = jobs.batches(9, BATCH)
     for number, (params, zero, extra) in enumerate(cases):
-        params = {"update_proj_gap": 4, **params}
+        params = {"update_proj_gap": 3, **params}
         whole = start(params, zero, **extra)
-        jobs.train(whole, data[:7])
+        jobs.train(whole, data[:5])
         whole.save_checkpoint(directory, tag=str(number))
         getattr(whole.checkpoint_engine, "wait", lambda: None)()
-        rest = jobs.train(whole, data[7:])
+        rest = jobs.train(whole, data[5:])
         again = start(params, zero, **extra)
         again.load_checkpoint(directory, tag=str(number))
-        assert jobs.train(again, data[7:]) == rest, (zero, extra)
-        for mine, other in ((snapshot(whole), snapshot(again)),):
-            compare(mine, other)
+        assert jobs.train(again, data[5:]) == rest, (zero, extra)
+        compare(snapshot(whole), snapshot(again))
 
 
 OURS = {"ds_galore": {"checkpoint": {"mode": "differential"}}}
@@ -293,13 +295,11 @@ OURS = {"ds_galore": {"checkpoint": {"mode": "differential"}}}
 
 def test_a_resumed_run_goes_on_bit_for_bit_at_every_stage(pool, tmp_path):
     cases = [
-        (RIGHT, {"stage": 0}, BF16),
         (STD, {"stage": 0}, {**BF16, **OURS}),
         (STD, {"stage": 1}, {**BF16, **FP32_SUMS, "groups": True}),
-        (STD, {"stage": 2}, {"groups": True}),
+        (RIGHT, {"stage": 2, "offload_optimizer": CPU}, {"groups": True}),
         (STD, {"stage": 2, "round_robin_gradients": True}, {**OURS, "groups": True}),
         (RIGHT, {"stage": 1}, {**BF16_MASTERS, **OURS}),
-        (RIGHT, {"stage": 2, "offload_optimizer": CPU}, OURS),
     ]
     pool.run(2, resumed, str(tmp_path), cases)
 
@@ -339,7 +339,23 @@ def unattached(zero: dict[str, Any], extra: dict[str, Any]) -> str:
     return "nothing happened"
 
 
+def unattached_padding() -> str:
+    """The same where a rank holds only padding: its gradient is zero, as in DeepSpeed's step at construction."""
+    model = Small()
+    settings = jobs.config(jobs.galore(rank=1), micro=1, zero={"stage": 2})
+    engine = jobs.start(model, settings, model_parameters=[model.first.weight])
+    engine.basic_optimizer._holder = lambda: None
+    engine.backward(engine(torch.ones(4, 3)))
+    try:
+        engine.step()
+    except BindingError as error:
+        return str(error)
+    return "nothing happened"
+
+
 def test_without_enable_a_step_says_so_on_all_ranks(pool):
+    for found in pool.run(4, unattached_padding, timeout=60):
+        assert "call ds_galore.enable() before deepspeed.initialize" in found
     for zero, extra in [({"stage": 2}, {}), ({"stage": 0}, BF16)]:
         for found in pool.run(2, unattached, zero, extra, timeout=60):
             assert "call ds_galore.enable() before deepspeed.initialize" in found
@@ -402,6 +418,7 @@ def test_what_no_stage_supports_is_refused_by_name(stage, zero, extra, message):
     [
         (0, BF16_MASTERS, r"bf16\.bf16_master_weights_and_grads is True: without ZeRO DeepSpeed ignores it"),
         (1, {**BF16_MASTERS, **FP32_SUMS}, r"bf16\.bf16_master_weights_and_grads is True: with fp32 accumulation"),
+        (0, {"fp16": {"enabled": True}}, r"fp16\.loss_scale is 0: without ZeRO DeepSpeed divides gradients by it"),
         (4, {}, r"zero_optimization\.stage is 4: GaLoreAdamW supports the stages 0, 1, 2 and 3"),
     ],
 )

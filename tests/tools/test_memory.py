@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ds_galore.errors import ConfigError
@@ -233,7 +235,10 @@ SQUARE = ParameterPlan("s", 64 * 64, 64, 8, "right")
         (Kept(projected=EIGHT, projectors=INT4), 4),  # 64 x (4 + 4) = 512: as much as the moments on 3
         (Kept(projected=EIGHT), 2),
         (Kept(moments=1, projected=EIGHT), 2),
-        (Kept(moments=0, factored=FP32, projectors=INT4), 2),  # moments 4 x (64 + 8) = 288
+        (
+            Kept(moments=0, factored=FP32, projectors=INT4),
+            2,
+        ),  # moments 4 x (64 + 8) = 288
     ],
 )
 def test_projectors_are_sharded_where_they_outweigh_moments(kept, least):
@@ -246,3 +251,47 @@ def test_what_is_not_projected_from_the_right_shards_nothing():
     # A left projector, and moments of it or of embeddings, do not count beside those of SQUARE.
     assert not shards_projectors([SQUARE, LEFT, ParameterPlan("e", 10**6)], Kept(), 2)
     assert shards_projectors([SQUARE, LEFT, ParameterPlan("e", 10**6)], Kept(), 3)
+
+
+# ---------------------------------------------------------------------- what there is
+
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    ("GaLoreAdamW", {}),
+    ("GaLoreAdamW", {"moment_dtype": "bf16", "projector_dtype": "bf16", "proj_type": "left"}),
+    ("GaLoreAdamW", {"moment_dtype": "8bit", "unprojected_moment_dtype": "bf16", "projector_dtype": "int4"}),
+    ("GaLoreAdamW8bit", {"projector_dtype": "int8", "projector_storage": "sharded"}),
+    ("GaLoreAdamW8bit", {"projector_dtype": "int4", "proj_type": "std"}),
+    ("GaLoreAdamW", {"refresh": "random"}),
+    ("GaLoreAdafactor", {"projector_dtype": "int8"}),
+    ("GaLoreAdafactor", {"proj_type": "left", "beta1": 0.9, "moment_dtype": "8bit"}),
+    ("APOLLOAdamW", {"moment_dtype": "8bit"}),
+    ("APOLLOAdamW", {"rank": 1, "scaling": "tensor"}),
+    ("FiraAdamW", {"projector_dtype": "bf16", "proj_type": "reverse_std"}),
+]
+
+
+def compare_with_plan(kind: str, settings: dict[str, Any]) -> None:
+    """On every rank: the bytes of the state's tensors after a step are those that were planned."""
+    import torch.distributed as dist
+
+    from tests import jobs
+
+    world_size = dist.get_world_size()
+    params = {"lr": 1e-3, "rank": 19, **settings}
+    engine = jobs.start(
+        jobs.tiny_llama(hidden=68), jobs.config({"type": kind, "params": params}, micro=1, zero={"stage": 3})
+    )
+    jobs.train(engine, jobs.batches(1, world_size))
+    optimizer = engine.basic_optimizer
+    sharded = optimizer.shards_projectors(world_size)
+    plan = plan_memory(
+        optimizer.parameter_plans(), world_size=world_size, rank=dist.get_rank(), kept=optimizer.kept, sharded=sharded
+    )
+    assert optimizer.state_bytes() == {"moments": plan.moments, "projectors": plan.projectors}
+    if settings.get("projector_storage", "auto") == "auto" and optimizer.kept.projectors is not None:
+        assert sharded == shards_projectors(optimizer.parameter_plans(), optimizer.kept, world_size)
+
+
+@pytest.mark.parametrize(("kind", "settings"), SETTINGS)
+def test_optimizers_keep_what_is_planned(pool, kind, settings):
+    pool.run(3, compare_with_plan, kind, settings)

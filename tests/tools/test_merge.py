@@ -427,7 +427,7 @@ def test_every_command_runs_where_torch_and_deepspeed_cannot_be_imported(saved, 
         assert (report["from_world_size"], report["world_size"], report["tag"], report["step"]) == (2, 3, "b", 5)
     for source in (ours, native):
         done = run("reshard", source, str(tmp_path / "refused"), "--world-size", "3", "--format", "deepspeed")
-        assert (done.returncode, "GaLoreAdamW's state" in done.stderr) == (2, True)
+        assert (done.returncode, "low-rank states" in done.stderr) == (2, True)
     assert run("estimate", "--params", "7e9", "--json").returncode == 0
     assert run("config", "check", "configs/zero3_galore.json").returncode == 0
     rows = json.loads(run("list", ours, "--verify", "--json").stdout)

@@ -80,7 +80,7 @@ def reshard_checkpoint(
     Raises
     ------
     ConfigError
-        For an impossible option, and for a state that DeepSpeed alone cannot load (GaLoreAdamW's).
+        For an impossible option, and for a state that DeepSpeed alone cannot load (a low-rank one).
     DataError, NotCommittedError, FormatError, DamageError
         If the source cannot be read, holds what cannot be cut anew, or ``out`` cannot be made. Nothing is left then.
     """
@@ -98,7 +98,7 @@ def reshard_checkpoint(
         resharder = Resharder(source, world_size, sub_group_size)
         if format == "deepspeed" and resharder.low_rank:
             raise ConfigError(
-                f"{source_directory}: holds GaLoreAdamW's state, which DeepSpeed loads with this package only; use the"
+                f"{source_directory}: holds low-rank states, which DeepSpeed loads with this package only; use the"
                 " format ds_galore, or merge it to have the weights"
             )
         needed: set[str] = set()

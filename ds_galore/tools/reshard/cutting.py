@@ -12,7 +12,7 @@ from typing import Any
 
 from ds_galore.checkpoint.errors import DamageError
 from ds_galore.errors import DataError
-from ds_galore.parameters import ALIASES, OPTIMIZERS
+from ds_galore.parameters import OPTIMIZERS
 from ds_galore.tools.reshard.checkpoint import (
     MODEL,
     OPTIMIZER,
@@ -150,8 +150,8 @@ class Resharder:
             size = int(size) if isinstance(size, int | float) and size >= 1 else SUB_GROUP_SIZE
             self._layout = Layout(source, ranks, size)
         names = source.tensors
-        ours = {*OPTIMIZERS, *ALIASES}
-        self.low_rank = any(name.endswith("/projector") for name in names) or _optimizer_type(source) in ours
+        ours = source.metadata.get("optimizer") in OPTIMIZERS
+        self.low_rank = ours or any(name.endswith("/projector") for name in names)  # without ZeRO too
         self._shards_projectors = self.low_rank and bool(source.optim) and _shards_projectors(source, ranks)
 
     def files(self, rank: int) -> dict[str, Any]:
@@ -270,7 +270,7 @@ class Resharder:
             name = f"{part.name}/{key}"
             if isinstance(value, Leaf) and name not in self._source.tensors:
                 raise DataError(
-                    f"{self._source.directory}: holds GaLoreAdamW's state in DeepSpeed's own files, which cannot be"
+                    f"{self._source.directory}: holds low-rank states in DeepSpeed's own files, which cannot be"
                     " resharded: load it on the number of ranks that saved it, and save it with ds_galore.checkpoint"
                 )
             if not isinstance(value, Leaf):
@@ -313,12 +313,6 @@ class Resharder:
         count = -(-columns // self._ranks)
         first = min(rank * count, columns)
         return _with(like, (count, width), (name, first * width, 0, (min(first + count, columns) - first) * width))
-
-
-def _optimizer_type(source: Checkpoint) -> object:
-    trees = [*source.optim, *source.model]
-    config = (trees[0].get("ds_config") if trees else None) or {}
-    return (config.get("optimizer") or {}).get("type")
 
 
 def _is_right(proj_type: str, rows: int, columns: int) -> bool:
