@@ -62,9 +62,7 @@ def moments(directory: str, optimizer: dict[str, Any], extra: dict[str, Any]) ->
     [
         (GALORE, {"zero": {"sub_group_size": 3000}}),
         ({**GALORE, "params": {**GALORE["params"], "proj_type": "std"}}, {"special": True, **BF16}),
-        ({**GALORE, "params": {**GALORE["params"], "proj_type": "std"}}, {"zero": {"stage": 2}, "special": True}),
         (GALORE, {"zero": {"stage": 2, "round_robin_gradients": True, **ALIGNED}, **BF16}),
-        (GALORE, {"zero": {"stage": 1}, **BF16, "data_types": {"grad_accum_dtype": "fp32"}}),
         (ADAMW, {"zero": {"sub_group_size": 3000}, "special": True}),
         (ADAMW, {"zero": {"stage": 2}, "special": True}),
         (ADAMW, {"zero": {"stage": 2, "round_robin_gradients": True}}),
