@@ -161,7 +161,7 @@ def run(names: list[str]) -> dict[str, list[float]]:
 
 
 def test_losses_do_not_depend_on_the_number_of_ranks(pool):
-    names = list(CASES)
+    names = list(CASES)[::2]  # of all, the check with given gradients is the sharper one
     expected = pool.run(1, run, names, timeout=400)[0]
     for name, losses in expected.items():
         assert losses[-1] < 0.9 * losses[0], f"{name}: the check would not notice anything"
@@ -269,11 +269,11 @@ def given(names: list[str], *, resumed: bool = False) -> dict[str, dict[str, Any
     found = {}
     for name in names:
         engine = start(CASES[name])
-        with_gradients(engine, noise, range(6))
+        with_gradients(engine, noise, range(5))
         again = resume(engine, CASES[name]) if resumed else None
-        with_gradients(engine, noise, range(6, 11))
+        with_gradients(engine, noise, range(5, 9))
         if again is not None:
-            with_gradients(again, noise, range(6, 11))
+            with_gradients(again, noise, range(5, 9))
             compare(snapshot(engine), snapshot(again))
         found[name] = {**whole_state(engine), **weights(engine)}
     return found
@@ -283,8 +283,9 @@ def test_of_the_same_gradients_the_same_states_and_weights_on_any_number_of_rank
     """Up to the order of sums: what quantisers make of it is that a number in many is rounded to the other side."""
     expected = pool.run(1, given, list(CASES), timeout=400)[0]
     tolerances = {torch.float32: 1e-4, torch.bfloat16: 1e-3, torch.uint8: 2e-2, torch.int8: 2e-2}
-    for world_size in (2, 3, 4):
-        for name, found in pool.run(world_size, given, list(CASES), resumed=world_size == 2, timeout=400)[0].items():
+    names = list(CASES)
+    for world_size, chosen in ((2, names[::2]), (3, names), (4, names[1::2])):
+        for name, found in pool.run(world_size, given, chosen, resumed=world_size == 3, timeout=400)[0].items():
             assert found.keys() == expected[name].keys()
             for key, value in found.items():
                 other = expected[name][key]
@@ -365,10 +366,10 @@ PLACES = [
     ("ds_galore.optim.updates:adafactor_rate", "adafactor 8bit", 7),
     ("ds_galore.optim.updates:reproject", "galore energy", 0),
     ("ds_galore.optim.updates:Adafactor.carry", "adafactor momentum", 0),
-    ("ds_galore.optim.updates:PlainStep.write_blocks", "galore 8bit", 1),
-    ("ds_galore.optim.updates:PlainStep.in_blocks", "adafactor 8bit", 0),
-    ("ds_galore.optim.updates:ProjectedStep.read", "fira", 5),
-    ("ds_galore.optim.updates:ProjectedStep.gradient_squares", "apollo", 2),
+    ("ds_galore.optim.walks:PlainStep.write_blocks", "galore 8bit", 1),
+    ("ds_galore.optim.walks:PlainStep.in_blocks", "adafactor 8bit", 0),
+    ("ds_galore.optim.walks:ProjectedStep.read", "fira", 5),
+    ("ds_galore.optim.walks:ProjectedStep.gradient_squares", "apollo", 2),
     ("ds_galore.optim.formats:Dynamic.encode", "galore 8bit", 2),
     ("ds_galore.optim.formats:Dynamic.decode", "galore 8bit std", 2),
     ("ds_galore.optim.formats:Integers.encode", "galore int4", 1),
