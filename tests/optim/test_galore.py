@@ -276,7 +276,7 @@ def test_tiny_and_huge_gradients_still_give_an_orthonormal_basis(size):
         ({"update_proj_gap": -3}, r"update_proj_gap is -3: input should be greater than or equal to 1"),
         ({"scale": 0.0}, r"scale is 0\.0: input should be greater than 0"),
         ({"proj_type": "full"}, r"proj_type is 'full': input should be 'right', 'left', 'std' or 'reverse_std'"),
-        ({"refresh": "qr"}, r"refresh is 'qr': input should be 'subspace' or 'svd'"),
+        ({"refresh": "qr"}, r"refresh is 'qr': input should be 'subspace', 'svd' or 'random'"),
         ({"betas": (0.9, 1.0)}, r"betas\.1 is 1\.0: input should be less than 1"),
         ({"lr": float("nan")}, r"lr is nan"),
         ({"update_proj_gab": 3}, r"update_proj_gab: unknown key; did you mean 'update_proj_gap'\?"),
