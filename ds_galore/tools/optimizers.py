@@ -96,6 +96,7 @@ def _optimizers() -> dict[str, Optimizer]:
             found += [each] if not moments else [each, replace(each, name=f"{each.name}_8bit", moment_dtype="8bit")]
     ours = ("galore_adamw", "galore_adamw_8bit", "galore_adafactor")
     found = [replace(each, ours=each.name in ours) for each in found]
+    found = [replace(each, projector_dtype="int8") if each.name == "galore_adamw_8bit" else each for each in found]
     found.append(Optimizer("apollo_adamw", 2, low_rank=True, ours=True, refresh="random"))
     found.append(Optimizer("fira_adamw", 2, low_rank=True, ours=True))
     return {each.name: each for each in found}

@@ -213,7 +213,7 @@ ZERO3 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
         ("GaLoreAdamW", {"moment_dtype": "8bit", "unprojected_moment_dtype": "fp32"}, ("8bit", "fp32", None, "fp32")),
         ("GaLoreAdamW", {"unprojected_moment_dtype": None, "moment_dtype": "8bit"}, ("8bit", "8bit", None, "fp32")),
         ("GaLoreAdamW8bit", {"projector_dtype": "int8"}, ("8bit", "8bit", None, "int8")),
-        ("galore_adamw_8bit", {"unprojected_moment_dtype": "bf16"}, ("8bit", "bf16", None, "fp32")),
+        ("galore_adamw_8bit", {"unprojected_moment_dtype": "bf16"}, ("8bit", "bf16", None, "int8")),
         ("GaLoreAdafactor", {}, (None, None, "fp32", "fp32")),
         ("galore_adafactor", {"beta1": 0.9, "moment_dtype": "bf16"}, ("bf16", "bf16", "fp32", "fp32")),
         ("APOLLOAdamW", {}, ("fp32", "fp32", None, None)),
