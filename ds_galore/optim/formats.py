@@ -130,7 +130,10 @@ class Dynamic(RowFormat):
         if not self.signed:
             codes.clamp_(min=1)
         # bitsandbytes' kernel for the CPU makes a zero 2e-5 of the largest magnitude.
-        return codes.masked_fill_(flat == 0, 127 if self.signed else 0), state.absmax
+        codes.masked_fill_(flat == 0, 127 if self.signed else 0)
+        # A block of zeros is zero bytes, as one that has not been written: rows that only fill a rank's part up.
+        codes.view(-1, size).masked_fill_((state.absmax == 0).unsqueeze(1), 0)
+        return codes, state.absmax
 
     def restore(self, codes: Tensor, absmax: Tensor, size: int) -> Tensor:
         """The numbers ``(numel,)``, float32."""

@@ -58,7 +58,7 @@ def reference_losses(steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (2, 1), (3, 1), (1, 4), (3, 4)])
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (1, 4), (3, 4)])
 def test_losses_are_galore_torchs_also_with_accumulation(pool, world_size, accumulation):
     expected = pool.run(1, reference_losses, 50)[0]
     found = pool.run(world_size, run, jobs.galore(**FAITHFUL), 50, accumulation=accumulation)

@@ -63,7 +63,7 @@ def broken(place: str, settings: dict[str, Any], victim: int, after: int) -> str
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("after", [0, 30])
+@pytest.mark.parametrize("after", [30])
 def test_an_exception_on_one_rank_ends_all_ranks_in_the_same_step(pool, place, after):
     settings = {"update_proj_gap": 3}
     if "singular" in place:

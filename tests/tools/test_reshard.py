@@ -234,7 +234,6 @@ CASES = [
     (GALORE, {"special": True, **SMALL}, 3, 2),
     (jobs.galore(update_proj_gap=3, proj_type="left"), SMALL, 1, 4),
     (jobs.galore(update_proj_gap=3, projector_storage="sharded"), {}, 4, 2),
-    (jobs.galore(update_proj_gap=3, projector_dtype="bf16"), BF16, 2, 1),
     (GALORE, {"zero": {"stage": 0}}, 2, 3),
     (ADAMW, {"special": True, **SMALL}, 2, 3),
     (ADAMW, {"zero": {"stage": 1}}, 1, 3),
