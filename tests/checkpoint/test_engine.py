@@ -334,6 +334,7 @@ def second_half(directory: str, name: str) -> tuple[list[float], str]:
     return jobs.train(engine, jobs.batches(40, BATCH)[20:]), digest(engine)
 
 
+@pytest.mark.crashtest
 def test_after_sigkill_of_the_whole_job_forty_steps_are_twenty_and_twenty(pool, tmp_path):
     expected = {name: pool.run(2, in_one_go, name) for name in RUNS}
     begun = {name: pool.run(2, first_half, str(tmp_path / name), name) for name in RUNS}
