@@ -161,7 +161,9 @@ def test_a_synchronous_save_is_committed_when_it_returns(pool, tmp_path):
     assert pool.run(2, synchronous, str(tmp_path)) == [True, True]
 
 
-@pytest.mark.parametrize("fate", ["leave", "die", "raise"])
+@pytest.mark.parametrize(
+    "fate", ["die", *(pytest.param(each, marks=pytest.mark.crashtest) for each in ("leave", "raise"))]
+)
 def test_an_interpreter_that_ends_finishes_the_save_in_flight_or_gives_up(tmp_path, fate):
     command = [sys.executable, "-m", "tests.checkpoint.exiting", str(tmp_path / "run")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
