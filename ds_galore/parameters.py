@@ -7,7 +7,7 @@ papers. Imports pydantic alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -21,6 +21,7 @@ __all__ = [
     "FiraParameters",
     "GaLoreParameters",
     "LowRankParameters",
+    "choices",
 ]
 
 
@@ -287,6 +288,17 @@ OPTIMIZERS: Mapping[str, type[LowRankParameters]] = {
     "APOLLOAdamW": APOLLOParameters,
     "FiraAdamW": FiraParameters,
 }
+
+
+def choices(key: str) -> tuple[str, ...]:
+    """The words that a hyperparameter may be."""
+
+    def words(annotation: Any) -> list[str]:
+        found = [word for word in get_args(annotation) if isinstance(word, str)]
+        return found or [word for each in get_args(annotation) for word in words(each)]
+
+    return tuple(words(LowRankParameters.model_fields[key].annotation))
+
 
 #: Hugging Face's names of some of them.
 ALIASES: Mapping[str, str] = {

@@ -10,8 +10,7 @@ import click
 
 from ds_galore.cli.output import json_option, quiet_option, show_table, size_text
 from ds_galore.errors import ConfigError
-from ds_galore.tools.formats import MOMENT_DTYPES, PROJECTOR_DTYPES
-from ds_galore.tools.optimizers import PROJ_TYPES, REFRESHES, STORAGES
+from ds_galore.parameters import choices
 
 __all__ = ["estimate"]
 
@@ -27,6 +26,11 @@ def _count(context: Any, parameter: Any, value: str | None) -> int | None:
         raise click.BadParameter(str(error)) from None
 
 
+def _one_of(key: str) -> click.Choice[str]:
+    """A hyperparameter's words."""
+    return click.Choice(choices(key))
+
+
 @click.command()
 @click.option("--config", "path", type=click.Path(path_type=Path), help="DeepSpeed configuration to take all from.")
 @click.option(
@@ -39,21 +43,29 @@ def _count(context: Any, parameter: Any, value: str | None) -> int | None:
 @click.option("--rank", type=click.IntRange(min=1), help="Of the projection. [the configuration's, or 128]")
 @click.option(
     "--proj-type",
-    type=click.Choice(PROJ_TYPES),
+    type=_one_of("proj_type"),
     help="Side of the projection. [the configuration's, or right; std with --params alone]",
 )
 @click.option(
-    "--refresh", type=click.Choice(REFRESHES), help="How a basis is found; random keeps no projectors. [subspace]"
+    "--refresh",
+    type=_one_of("refresh"),
+    help="How a basis is found; random keeps no projectors. [subspace]",
 )
-@click.option("--moment-dtype", type=click.Choice(MOMENT_DTYPES), help="Of moments. [the states' precision]")
+@click.option("--moment-dtype", type=_one_of("moment_dtype"), help="Of moments. [the states' precision]")
 @click.option(
     "--unprojected-moment-dtype",
-    type=click.Choice(MOMENT_DTYPES),
+    type=_one_of("moment_dtype"),
     help="Of moments of embeddings, head and norms. [as --moment-dtype]",
 )
-@click.option("--projector-dtype", type=click.Choice(PROJECTOR_DTYPES), help="Of projectors. [fp32]")
 @click.option(
-    "--projector-storage", type=click.Choice(STORAGES), help="Right projectors on all ranks, or in parts. [auto]"
+    "--projector-dtype",
+    type=_one_of("projector_dtype"),
+    help="Of projectors. [fp32; int8 of galore_adamw_8bit]",
+)
+@click.option(
+    "--projector-storage",
+    type=_one_of("projector_storage"),
+    help="Right projectors on all ranks, or in parts. [auto]",
 )
 @click.option(
     "--beta1", type=click.FloatRange(min=0, max=1, max_open=True), help="Gives galore_adafactor a first moment."

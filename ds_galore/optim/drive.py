@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ds_galore.optim.matrices import Matrix, Side
 from ds_galore.optim.walks import Request, Update, Walk
-from ds_galore.zero.exchange import CutRowExchange
+from ds_galore.zero.exchange import cut_row_exchange
 from ds_galore.zero.group import Guard, RankGroup
 from ds_galore.zero.layout import MatrixLayout
 
@@ -70,7 +70,7 @@ def drive(
     replies: list[Tensor] = []
     for index, first in enumerate(travellers[0].requests):
         shapes = [each.requests[index].shape for each in travellers]
-        shares = guard.run(lambda: _advance(walks, replies), lambda: [like.new_zeros(s) for s in shapes])  # noqa: B023
+        shares = guard.run(partial(_advance, walks, replies), partial(_zeros, like, shapes))
         replies = _exchange(first.kind, travellers, shares, side, group, guard)
 
     def arrive() -> list[Update]:
@@ -91,6 +91,10 @@ def _advance(walks: Sequence[Walk], replies: Sequence[Tensor]) -> list[Tensor]:
     return [walk.send(replies[number]) if replies else next(walk) for number, walk in enumerate(walks)]
 
 
+def _zeros(like: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    return [like.new_zeros(shape) for shape in shapes]
+
+
 def _exchange(
     kind: str, travellers: Sequence[Traveller], shares: list[Tensor], side: Side | None, group: RankGroup, guard: Guard
 ) -> list[Tensor]:
@@ -107,12 +111,7 @@ def _exchange(
     layouts = {number: each.layouts[kind] for number, each in enumerate(travellers) if kind in each.layouts}
     if layouts:
         rows = [shares[number].contiguous() for number in layouts]
-        _cut_rows(tuple(layouts.values())).run(group, rows, maximum=kind == "cut_max")
+        cut_row_exchange(tuple(layouts.values())).run(group, rows, maximum=kind == "cut_max")
         for number, block in zip(layouts, rows, strict=True):
             shares[number] = block
     return shares
-
-
-@lru_cache(maxsize=256)
-def _cut_rows(layouts: tuple[MatrixLayout, ...]) -> CutRowExchange:
-    return CutRowExchange(layouts)

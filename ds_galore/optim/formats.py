@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ds_galore.errors import ConfigError
 from ds_galore.optim.noise import round_to_bf16, uniform
+from ds_galore.tools.formats import BLOCK
 
 __all__ = [
-    "BLOCK",
     "Dynamic",
     "Floating",
     "Integers",
@@ -29,11 +29,6 @@ __all__ = [
     "projector_format",
     "require_bitsandbytes",
 ]
-
-#: Elements that share a scale.
-BLOCK = 256
-#: Parameters that are not projected and have fewer elements keep their moments in float32, as bitsandbytes has it.
-MIN_QUANTISED = 4096
 
 
 class RowFormat(ABC):

@@ -21,7 +21,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ds_galore.optim.formats import RowFormat
 from ds_galore.optim.noise import gaussian, key_of
-from ds_galore.zero.exchange import CutRowExchange
+from ds_galore.zero.exchange import cut_row_exchange
 from ds_galore.zero.group import Guard, RankGroup
 from ds_galore.zero.layout import MatrixLayout
 
@@ -292,7 +292,7 @@ class _Right(Side):
     def combine(
         self, matrices: Sequence[Matrix], shares: Sequence[Tensor], group: RankGroup, guard: Guard
     ) -> list[Tensor]:
-        _cut_rows(tuple(matrix.layout for matrix in matrices)).run(group, shares)
+        cut_row_exchange(tuple(matrix.layout for matrix in matrices)).run(group, shares)
         return list(shares)
 
     def spread(
@@ -390,11 +390,6 @@ class _Left(Side):
 
     def moment_product(self, matrix: Matrix, moment: Tensor, square: Tensor) -> Tensor:
         return moment @ square
-
-
-@lru_cache(maxsize=256)
-def _cut_rows(layouts: tuple[MatrixLayout, ...]) -> CutRowExchange:
-    return CutRowExchange(layouts)
 
 
 RIGHT: Side = _Right()

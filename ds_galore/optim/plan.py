@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from ds_galore.config import validate
 from ds_galore.errors import BindingError, ConfigError
-from ds_galore.optim.formats import MIN_QUANTISED, RowFormat, moment_format, projector_format
+from ds_galore.optim.formats import RowFormat, moment_format, projector_format
 from ds_galore.optim.matrices import LEFT, RIGHT, Matrix, Side
 from ds_galore.optim.states import block_layout
 from ds_galore.optim.targets import Described, describe_model, describe_names, select_targets
 from ds_galore.optim.walks import Plain, Rule, Slot
 from ds_galore.parameters import LowRankParameters
-from ds_galore.tools.memory import Kept, ParameterPlan, shards_projectors
+from ds_galore.tools.memory import SMALLEST_QUANTISED, Kept, ParameterPlan, shards_projectors
 from ds_galore.zero.binding import FlatBinding, Placement, full_shape
 from ds_galore.zero.group import RankGroup
 from ds_galore.zero.layout import MatrixLayout, matrix_shape
@@ -271,7 +271,7 @@ class Decisions:
     def _plain(self, decision: Decision, placement: Placement, group: RankGroup) -> Plain:
         parameters, shape = self._parameters, decision.shape
         wanted = parameters.unprojected_moment_dtype or parameters.moment_dtype
-        small = math.prod(shape) < MIN_QUANTISED
+        small = math.prod(shape) < SMALLEST_QUANTISED
         kept = "fp32" if wanted == "8bit" and small else wanted
         return Plain(
             name=decision.name,

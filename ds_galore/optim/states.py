@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_galore.optim.formats import BLOCK, Dynamic
+from ds_galore.optim.formats import Dynamic
 from ds_galore.optim.matrices import Matrix, Side, State
 from ds_galore.optim.walks import Plain, Slot
+from ds_galore.tools.formats import BLOCK
 from ds_galore.zero.layout import MatrixLayout
 
 __all__ = ["StateTensor", "effective", "plain_tensors", "projected_tensors"]

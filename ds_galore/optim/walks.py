@@ -26,9 +26,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ds_galore.optim.formats import BLOCK, Dynamic, RowFormat
+from ds_galore.optim.formats import Dynamic, RowFormat
 from ds_galore.optim.matrices import RIGHT, Matrix, Side, State
 from ds_galore.optim.noise import key_of
+from ds_galore.tools.formats import BLOCK
 from ds_galore.zero.layout import MatrixLayout
 
 __all__ = ["Plain", "PlainStep", "ProjectedStep", "Request", "Rule", "Slot", "Update", "Walk", "slots_by_key"]
@@ -224,7 +225,7 @@ class PlainStep(AnyStep):
             return slot.format.decode({"": stored}, stored.shape[-1] if stored.dim() else 1, dtype)
         if not self.plain.numel:
             return stored.to(dtype)
-        codes = self._in_blocks(stored.view(-1))
+        codes = self.in_blocks(stored)
         numbers = slot.format.restore(codes.view(-1), self.state[f"{key}_absmax"].view(-1), BLOCK)
         return self._from_blocks(numbers).view(stored.shape).to(dtype)
 
@@ -238,7 +239,7 @@ class PlainStep(AnyStep):
 
     def in_blocks(self, numbers: Tensor) -> Tensor:
         """``(blocks, 256)`` of the elements ``(numel,)``, with zeros for those of other ranks."""
-        return self._in_blocks(numbers.reshape(-1))
+        return torch.nn.functional.pad(numbers.reshape(-1), self._gaps()).view(-1, BLOCK)
 
     def write_blocks(self, key: str, blocks: Tensor, largest: Tensor) -> None:
         """Keep numbers in blocks ``(blocks, 256)`` of which ``largest``, ``(blocks,)``, is the absmax on all ranks."""
@@ -260,9 +261,6 @@ class PlainStep(AnyStep):
         """Elements of the first and the last block that this rank does not hold."""
         first = self.plain.start % BLOCK
         return first, -(first + self.plain.numel) % BLOCK
-
-    def _in_blocks(self, numbers: Tensor) -> Tensor:
-        return torch.nn.functional.pad(numbers, self._gaps()).view(-1, BLOCK)
 
     def _from_blocks(self, blocks: Tensor) -> Tensor:
         first, _ = self._gaps()

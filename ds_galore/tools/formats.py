@@ -5,12 +5,9 @@ Plain arithmetic: imports nothing of torch.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
-from ds_galore.errors import ConfigError
-
-__all__ = ["BF16", "BLOCK", "FORMATS", "FP32", "MOMENT_DTYPES", "PROJECTOR_DTYPES", "RowFormat", "format_named"]
+__all__ = ["BF16", "BLOCK", "FORMATS", "FP32", "RowFormat"]
 
 #: Quantised numbers have a float32 scale, their largest magnitude, for each block of so many (as in bitsandbytes).
 BLOCK = 256
@@ -64,28 +61,3 @@ FORMATS = {
         RowFormat("int4", 4, scaled=True),
     )
 }
-#: What ``moment_dtype`` and ``projector_dtype`` may be.
-MOMENT_DTYPES = ("fp32", "bf16", "8bit")
-PROJECTOR_DTYPES = ("fp32", "bf16", "int8", "int4")
-
-
-def format_named(name: object, allowed: Collection[str], *, where: str) -> RowFormat:
-    """The format that a user wrote.
-
-    Parameters
-    ----------
-    name
-        Of the format.
-    allowed
-        The names that it may have.
-    where
-        The key under which it stands, for the message.
-
-    Raises
-    ------
-    ConfigError
-        If it is none of them.
-    """
-    if not isinstance(name, str) or name not in allowed:
-        raise ConfigError(f"{where} is {name!r}: it must be {', '.join(allowed)}")
-    return FORMATS[name]

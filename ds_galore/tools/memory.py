@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 from ds_galore.tools.formats import FP32, RowFormat
 
-__all__ = ["Kept", "MemoryPlan", "ParameterPlan", "plan_memory", "shards_projectors"]
+__all__ = ["SMALLEST_QUANTISED", "Kept", "MemoryPlan", "ParameterPlan", "plan_memory", "shards_projectors"]
 
 #: A parameter of fewer elements keeps moments of 4 bytes where others are quantised (as in bitsandbytes).
 SMALLEST_QUANTISED = 4096

@@ -8,23 +8,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_galore.errors import ConfigError
-from ds_galore.tools.formats import FORMATS, MOMENT_DTYPES, PROJECTOR_DTYPES, format_named
+from ds_galore.parameters import ALIASES
+from ds_galore.parameters import OPTIMIZERS as _TYPES
+from ds_galore.tools.formats import FORMATS
 from ds_galore.tools.memory import Kept
 
 __all__ = [
     "OPTIMIZERS",
-    "PROJ_TYPES",
-    "REFRESHES",
-    "STORAGES",
     "Optimizer",
     "configured",
     "largest_rank",
     "optimizer_named",
 ]
 
-REFRESHES = ("subspace", "svd", "random")
-STORAGES = ("auto", "replicated", "sharded")
-PROJ_TYPES = ("right", "left", "std", "reverse_std")
+#: Hyperparameters that decide what is kept, and how.
+_KEPT_BY = ("moment_dtype", "unprojected_moment_dtype", "projector_dtype", "refresh", "beta1")
+_KEPT_AS = ("projector_storage", "proj_type")
 
 
 @dataclass(frozen=True)
@@ -96,20 +95,25 @@ def _optimizers() -> dict[str, Optimizer]:
             found += [each] if not moments else [each, replace(each, name=f"{each.name}_8bit", moment_dtype="8bit")]
     ours = ("galore_adamw", "galore_adamw_8bit", "galore_adafactor")
     found = [replace(each, ours=each.name in ours) for each in found]
-    found = [replace(each, projector_dtype="int8") if each.name == "galore_adamw_8bit" else each for each in found]
     found.append(Optimizer("apollo_adamw", 2, low_rank=True, ours=True, refresh="random"))
     found.append(Optimizer("fira_adamw", 2, low_rank=True, ours=True))
     return {each.name: each for each in found}
 
 
 OPTIMIZERS = _optimizers()
+#: Of those that are ours, the types by the names above.
+_OURS = {**ALIASES, "fira_adamw": "FiraAdamW"}
+#: By the names above, the hyperparameters of those that are ours.
+_PARAMETERS = {name: _TYPES[kind] for name, kind in _OURS.items()}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"_?8_?bit$", "_8bit", name.lower().replace("-", "_"))
+
+
 #: Names that DeepSpeed, torch and this package have for some of them.
 _ALIASES = {
-    "galoreadamw": "galore_adamw",
-    "galoreadamw_8bit": "galore_adamw_8bit",
-    "galoreadafactor": "galore_adafactor",
-    "apolloadamw": "apollo_adamw",
-    "firaadamw": "fira_adamw",
+    **{_plain(kind): name for name, kind in _OURS.items()},
     "fusedadam": "adamw",
     "deepspeedcpuadam": "adamw",
     "fusedlion": "lion",
@@ -124,7 +128,7 @@ def optimizer_named(name: str) -> Optimizer:
     ConfigError
         If none has it.
     """
-    plain = re.sub(r"_?8_?bit$", "_8bit", name.lower().replace("-", "_"))
+    plain = _plain(name)
     found = OPTIMIZERS.get(_ALIASES.get(plain, plain))
     if found is None:
         from ds_galore.config import nearest
@@ -152,22 +156,17 @@ def configured(optimizer: Optimizer, params: Mapping[str, Any], *, where: str = 
     """
     if not optimizer.ours:
         return optimizer
-    given = {key: value for key, value in params.items() if value is not None}
-    found: dict[str, Any] = {}
-    for key, allowed in (
-        ("moment_dtype", MOMENT_DTYPES if optimizer.moment_dtype is None else (optimizer.moment_dtype,)),
-        ("unprojected_moment_dtype", MOMENT_DTYPES),
-        ("projector_dtype", PROJECTOR_DTYPES),
-    ):
-        if key in given:
-            found[key] = format_named(given[key], allowed, where=f"{where}.{key}").name
-    for key, allowed in (("refresh", REFRESHES), ("projector_storage", STORAGES), ("proj_type", PROJ_TYPES)):
-        if key in given and given[key] not in allowed:
-            raise ConfigError(f"{where}.{key} is {given[key]!r}: it must be {', '.join(allowed)}")
-    if "refresh" in given:
-        found["refresh"] = given["refresh"]
-    if optimizer.factored and given.get("beta1") is not None:
-        found["moments"] = 1
+    from ds_galore.config import validate
+
+    model = _PARAMETERS[optimizer.name]
+    keys = [key for key in (*_KEPT_BY, *_KEPT_AS) if key in model.model_fields and params.get(key) is not None]
+    checked = validate(model, {key: params[key] for key in keys}, where=where)
+    found: dict[str, Any] = {"projector_dtype": checked.projector_dtype, "refresh": checked.refresh}
+    for key in ("moment_dtype", "unprojected_moment_dtype"):
+        if key in keys:  # else as the precision of the states
+            found[key] = getattr(checked, key)
+    if optimizer.factored and "beta1" in keys:
+        return replace(optimizer, moments=1, **found)
     return replace(optimizer, **found)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from ds_galore.zero.layout import MatrixLayout
 
-__all__ = ["CutRowExchange", "Exchanger", "TreePosition", "tree_position"]
+__all__ = ["CutRowExchange", "Exchanger", "TreePosition", "cut_row_exchange", "tree_position"]
 
 
 class Exchanger(Protocol):
@@ -177,3 +178,9 @@ class CutRowExchange:
             peer: list(torch.split(received[peer], [rows[matrix].shape[1] for matrix, _ in keys]))
             for peer, keys in each.receives.items()
         }
+
+
+@lru_cache(maxsize=512)
+def cut_row_exchange(layouts: tuple[MatrixLayout, ...]) -> CutRowExchange:
+    """The exchange of some matrices, planned at its first use; layouts are compared by identity."""
+    return CutRowExchange(layouts)

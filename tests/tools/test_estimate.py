@@ -218,7 +218,8 @@ ZERO3 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
         ("galore_adafactor", {"beta1": 0.9, "moment_dtype": "bf16"}, ("bf16", "bf16", "fp32", "fp32")),
         ("APOLLOAdamW", {}, ("fp32", "fp32", None, None)),
         ("apollo_adamw", {"refresh": "svd", "projector_dtype": "int4"}, ("fp32", "fp32", None, "int4")),
-        ("FiraAdamW", {"refresh": "random", "moment_dtype": "8bit"}, ("8bit", "8bit", None, None)),
+        ("GaLoreAdamW", {"refresh": "random", "moment_dtype": "8bit"}, ("8bit", "8bit", None, None)),
+        ("GaLoreAdamW8bit", {}, ("8bit", "8bit", None, "int8")),
     ],
 )
 def test_a_configuration_says_what_states_are_kept_in(kind, params, states):
@@ -236,11 +237,28 @@ def test_a_configuration_says_what_states_are_kept_in(kind, params, states):
 @pytest.mark.parametrize(
     ("kind", "params", "message"),
     [
-        ("GaLoreAdamW", {"moment_dtype": "fp8"}, "optimizer.params.moment_dtype is 'fp8': it must be fp32, bf16, 8bit"),
-        ("GaLoreAdamW", {"unprojected_moment_dtype": 8}, "optimizer.params.unprojected_moment_dtype is 8: it must be"),
-        ("FiraAdamW", {"projector_dtype": "int2"}, "projector_dtype is 'int2': it must be fp32, bf16, int8, int4"),
-        ("GaLoreAdamW8bit", {"moment_dtype": "fp32"}, "optimizer.params.moment_dtype is 'fp32': it must be 8bit"),
-        ("APOLLOAdamW", {"refresh": "never"}, "refresh is 'never': it must be subspace, svd, random"),
+        (
+            "GaLoreAdamW",
+            {"moment_dtype": "fp8"},
+            "optimizer.params.moment_dtype is 'fp8': input should be 'fp32', 'bf16' or '8bit'",
+        ),
+        (
+            "GaLoreAdamW",
+            {"unprojected_moment_dtype": 8},
+            "optimizer.params.unprojected_moment_dtype is 8: input should be",
+        ),
+        (
+            "FiraAdamW",
+            {"projector_dtype": "int2"},
+            "projector_dtype is 'int2': input should be 'fp32', 'bf16', 'int8' or 'int4'",
+        ),
+        (
+            "GaLoreAdamW8bit",
+            {"moment_dtype": "fp32"},
+            "optimizer.params.moment_dtype is 'fp32': input should be '8bit'",
+        ),
+        ("APOLLOAdamW", {"refresh": "never"}, "refresh is 'never': input should be 'random', 'subspace' or 'svd'"),
+        ("FiraAdamW", {"refresh": "random"}, "optimizer.params: refresh is 'random'"),
         ("GaLoreAdamW", {"rank": {"energy": 0.95}}, "rank is {'energy': 0.95}: it must be a whole number above 0"),
         ("GaLoreAdamW", {"rank": "half"}, "rank is 'half': it must be a whole number above 0"),
     ],
@@ -555,7 +573,7 @@ def test_adafactor_under_zero_has_a_number_an_element():
         (["--params", "7e9", "--optimizer", "GaLoreAdamW", "--projector-dtype", "8bit"], "'8bit' is not one of"),
         (
             ["--params", "7e9", "--optimizer", "GaLoreAdamW8bit", "--moment-dtype", "bf16"],
-            "optimizer.params.moment_dtype is 'bf16': it must be 8bit",
+            "optimizer.params.moment_dtype is 'bf16': input should be '8bit'",
         ),
         (["--params", "7e9", "--moment-dtype", "8bit"], "--moment-dtype goes with an optimizer of this package"),
         (

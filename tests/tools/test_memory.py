@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from ds_galore.errors import ConfigError
-from ds_galore.tools.formats import BF16, FORMATS, FP32, MOMENT_DTYPES, PROJECTOR_DTYPES, format_named
+from ds_galore.tools.formats import BF16, FORMATS, FP32
 from ds_galore.tools.memory import Kept, MemoryPlan, ParameterPlan, plan_memory, shards_projectors
 
 MATRIX = ParameterPlan("m", 10 * 6, columns=6, rank=2, side="right")
@@ -80,16 +79,6 @@ def test_a_stretch_has_a_scale_for_each_block_that_it_touches():
     assert EIGHT.stretch(300, 300) == 0
     assert FP32.stretch(255, 257) == 8
     assert BF16.stretch(255, 258) == 6
-
-
-def test_names_that_are_no_format_are_refused():
-    with pytest.raises(ConfigError, match=r"^p\.moment_dtype is 'fp8': it must be fp32, bf16, 8bit$"):
-        format_named("fp8", MOMENT_DTYPES, where="p.moment_dtype")
-    with pytest.raises(ConfigError, match="projector_dtype is '8bit': it must be fp32, bf16, int8, int4"):
-        format_named("8bit", PROJECTOR_DTYPES, where="projector_dtype")
-    with pytest.raises(ConfigError, match=r"moment_dtype is \['fp32'\]: it must be"):
-        format_named(["fp32"], MOMENT_DTYPES, where="moment_dtype")
-    assert format_named("int4", PROJECTOR_DTYPES, where="x") is INT4
 
 
 # ---------------------------------------------------------------------- a matrix of 1000 x 700

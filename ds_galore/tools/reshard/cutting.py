@@ -13,6 +13,7 @@ from typing import Any
 from ds_galore.checkpoint.errors import DamageError
 from ds_galore.errors import DataError
 from ds_galore.parameters import OPTIMIZERS
+from ds_galore.tools.formats import BLOCK
 from ds_galore.tools.reshard.checkpoint import (
     MODEL,
     OPTIMIZER,
@@ -27,8 +28,6 @@ from ds_galore.tools.states import Form, Leaf, Object, Piece, leaves, mapped
 
 __all__ = ["Layout", "Resharder", "check_sizes", "fragment"]
 
-#: Elements of a vector that share a scale in 8-bit moments.
-BLOCK = 256
 #: DeepSpeed's default of ``zero_optimization.sub_group_size``.
 SUB_GROUP_SIZE = 1_000_000_000
 
