@@ -7,6 +7,8 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 STEPS ?= 250
 RANKS ?= 2
 JOBS ?= 2
+# Processes that run test files side by side; much of the time tests wait for jobs that start.
+WORKERS ?= 2
 CONFIG ?= configs/zero3_galore.json
 
 .PHONY: train test lint typecheck unit crashtest fuzz bench bench-checkpoints quality clean
@@ -34,7 +36,7 @@ typecheck: $(VENV)/.dev
 	$(BIN)/mypy
 
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 fuzz: $(VENV)/.dev
 	DS_GALORE_FUZZ=500 $(BIN)/python -m pytest tests/tools/test_fuzz.py -q

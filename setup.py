@@ -49,6 +49,7 @@ setup(
             "lz4>=4.0",
             "mypy",
             "pytest",
+            "pytest-xdist",
             "ruff",
         ],
     },

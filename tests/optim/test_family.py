@@ -157,7 +157,8 @@ def test_a_step_with_8_bit_states_errs_by_the_quantisation_alone():
     found = []
     for kind in (ds_galore.GaLoreAdamW, ds_galore.GaLoreAdamW8bit):
         weight = Parameter(start.clone())
-        optimizer = kind([{"params": [weight], "rank": 72, "update_proj_gap": 10, "scale": 1.0}], lr=1e-2)
+        group = {"params": [weight], "rank": 72, "update_proj_gap": 10, "scale": 1.0}
+        optimizer = kind([group], lr=1e-2, projector_dtype="fp32")
         weight.grad = grad.clone()
         optimizer.step()
         found.append((weight.detach(), optimizer.state[weight]))
