@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 STEPS ?= 250
 RANKS ?= 2
 JOBS ?= 2
-# Processes that run test files side by side; much of the time tests wait for jobs that start.
+# Processes that run tests side by side; much of the time tests wait for jobs that start.
 WORKERS ?= 2
 CONFIG ?= configs/zero3_galore.json
 
@@ -36,7 +36,8 @@ typecheck: $(VENV)/.dev
 	$(BIN)/mypy
 
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not crashtest and not timed' $(ARGS)
+	$(BIN)/python -m pytest -m 'timed and not crashtest' $(ARGS) || test $$? -eq 5  # 5: none among those chosen
 
 fuzz: $(VENV)/.dev
 	DS_GALORE_FUZZ=500 $(BIN)/python -m pytest tests/tools/test_fuzz.py -q

@@ -33,6 +33,7 @@ def test_it_is_installed_under_its_name_and_runs_as_a_module():
     assert "estimate" in module.stdout
 
 
+@pytest.mark.timed
 def test_help_needs_neither_torch_nor_deepspeed_and_comes_at_once():
     begin = time.monotonic()
     assert command("--help", block="torch").returncode == 0

@@ -87,6 +87,7 @@ def one_at_a_time(directory: str) -> dict[str, float]:
     return seconds
 
 
+@pytest.mark.timed
 def test_one_save_is_in_flight_at_most_also_of_a_tag_that_is_its_own_base(pool, tmp_path):
     for seconds in pool.run(2, one_at_a_time, str(tmp_path)):
         assert seconds["same0"] < 1.7

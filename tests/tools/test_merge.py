@@ -555,6 +555,7 @@ def test_damage_to_deepspeeds_own_is_seen_by_every_command(plain, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.timed
 def test_help_and_list_answer_quickly(saved):
     directory, _ = saved
     for arguments in (["--help"], ["list", str(directory / "ours")]):
