@@ -163,6 +163,11 @@ class LowRankParameters(BaseModel):
                 raise ValueError("refresh is 'random': a random basis has no energy to choose a rank by")
         if self.refresh == "random" and self.adaptive_gap:
             raise ValueError("adaptive_gap is True, and refresh is 'random': random bases are never stable")
+        for key in ("projector_storage", "projector_dtype", "projector_rounding"):
+            if self.refresh == "random" and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is {getattr(self, key)!r}, and refresh 'random': random bases are not stored")
+        if self.projector_rounding == "stochastic" and self.projector_dtype == "fp32":
+            raise ValueError("projector_rounding is 'stochastic', and projector_dtype 'fp32': nothing is rounded")
         if self.first_basis == "random" and not self.stagger_refresh:
             raise ValueError(
                 "first_basis is 'random', and stagger_refresh False: all matrices refresh on the first step"
