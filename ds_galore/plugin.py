@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ds_galore import huggingface
 from ds_galore.config import GALORE_OPTIMIZERS, DsGaloreConfig, check_config, nearest, section, validate
 from ds_galore.errors import BindingError, ConfigError
 from ds_galore.optim import galore
@@ -52,6 +53,7 @@ def enable() -> None:
     _wrap(DeepSpeedEngine, "_do_optimizer_sanity_check", _checked_when_built)
     _wrap(DeepSpeedEngine, "_configure_optimizer", _attached)
     _wrap(DeepSpeedEngine, "_configure_checkpointing", _with_checkpoints)
+    huggingface.register()
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:

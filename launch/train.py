@@ -33,6 +33,7 @@ from ds_galore.tools.memory import ParameterPlan, plan_memory
 from ds_galore.zero.group import RankGroup
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from models import MODELS, build_model, dtype_of, load_model_config
 from reporting import Metrics, Progress, show_memory
 from resuming import (
     INTERRUPTED,
@@ -45,8 +46,6 @@ from resuming import (
     set_random_states,
 )
 from text_data import Corpus, SampleOrder, load_corpus
-
-MODELS = Path(__file__).resolve().parent.parent / "configs" / "models"
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -174,51 +173,6 @@ def connect() -> RankGroup:
     if group.world_size != expected:
         raise ConfigError(f"the launcher started {expected} ranks, and {group.world_size} are connected")
     return group
-
-
-def load_model_config(name: str) -> tuple[Any, Path | None]:
-    """The model's Hugging Face configuration, and the directory of its weights if there are any."""
-    from transformers import AutoConfig
-
-    path = MODELS / f"{name}.json" if (MODELS / f"{name}.json").is_file() else Path(name)
-    if not path.exists():
-        names = ", ".join(sorted(each.stem for each in MODELS.glob("*.json")))
-        raise DataError(f"--model {name}: neither a known size ({names}) nor a directory or file")
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise DataError(f"--model {name}: the directory has no config.json")
-    try:
-        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
-    except Exception as error:  # noqa: BLE001 - transformers raises many kinds for files it cannot use
-        raise DataError(f"--model {name}: cannot be loaded: {str(error).splitlines()[0]}") from None
-    weights = path.is_dir() and any([*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")])
-    return config, path if weights else None
-
-
-def build_model(model_config: Any, weights: Path | None, config: dict[str, Any], *, seed: int) -> torch.nn.Module:
-    """The model; under ZeRO-3 it is partitioned while it is built and never whole on a rank."""
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig
-
-    zero3 = section(config, "zero_optimization").get("stage") == 3
-    keep = HfDeepSpeedConfig(config) if zero3 else None  # transformers looks for it while it is alive
-    dtype = torch.float32
-    for key, value in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        if section(config, key).get("enabled"):
-            dtype = value
-    torch.manual_seed(seed)
-    model_config.use_cache = False
-    try:
-        if weights is not None:
-            model = AutoModelForCausalLM.from_pretrained(
-                str(weights), config=model_config, dtype=dtype, local_files_only=True
-            )
-        else:
-            model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise DataError(f"--model {weights or ''}: cannot be built: {str(error).splitlines()[0]}") from None
-    del keep
-    return model
 
 
 def open_metrics(output: str, *, enabled: bool) -> Metrics:
@@ -475,7 +429,8 @@ def train(arguments: argparse.Namespace, group: RankGroup) -> int:
         metrics = open_metrics(arguments.output, enabled=group.rank == 0)
     import deepspeed
 
-    model = build_model(model_config, weights, config, seed=arguments.seed)
+    zero3 = config if section(config, "zero_optimization").get("stage") == 3 else None
+    model = build_model(model_config, weights, dtype=dtype_of(config), seed=arguments.seed, zero3=zero3)
     with group.together():
         check_targets(model, config)
     if arguments.gradient_checkpointing:

@@ -155,7 +155,7 @@ class FlatStep:
             state=self._state_of(plain.name),
             group=self._group,
             slots=slots_by_key(slots),
-            weight=plain.narrow(self._tensor),
+            weight=partial(plain.narrow, self._tensor),
             grad=lambda: grad,
             seed=self.parameters.seed,
             plain=plain,
@@ -239,7 +239,7 @@ class FlatStep:
             state=state,
             group=self._group,
             slots=self._slots,
-            weight=matrix.narrow(self._tensor),
+            weight=partial(matrix.narrow, self._tensor),
             grad=partial(self.gradient, matrix),
             seed=self.parameters.seed,
             side=side,
@@ -280,6 +280,9 @@ def _is_not_finite(tensor: Tensor) -> bool | Tensor:
     """Whether an element is not finite, in one pass without a temporary; on an accelerator without waiting for it."""
     if tensor.numel() == 0:
         return False if tensor.device.type == "cpu" else torch.zeros((), dtype=torch.bool, device=tensor.device)
+    # The sum is the fastest to tell that all is well; of finite numbers it may be infinite, which the extremes tell.
+    if tensor.device.type == "cpu" and math.isfinite(tensor.sum().item()):
+        return False
     low, high = torch.aminmax(tensor)  # NaN shows in both; five to ten times faster on a CPU than the maximum norm
     if tensor.device.type == "cpu":
         return not (math.isfinite(low.item()) and math.isfinite(high.item()))
