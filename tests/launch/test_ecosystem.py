@@ -129,56 +129,6 @@ def test_without_an_optimizer_in_the_configuration_accelerates_script_makes_its_
     assert found[STEPS] < found[1] - 0.1
 
 
-@pytest.fixture
-def finished(reference) -> Path:
-    """What the Trainer's script left, with two checkpoints."""
-    output = reference[0] / "trainer"
-    assert sorted(each.name for each in output.glob("checkpoint-*")) == ["checkpoint-25", "checkpoint-30"]
-    return output
-
-
-def test_the_trainer_refuses_a_damaged_newest_checkpoint_and_names_the_newest_good_one(reference, finished, tmp_path):
-    directory, given, _ = reference
-    shutil.copytree(finished, tmp_path / "run")
-    newest = tmp_path / "run" / "checkpoint-30"
-    victim = next(newest.glob("global_step30/rank-00001-*.safetensors"))
-    data = bytearray(victim.read_bytes())
-    data[-50] ^= 1
-    victim.unlink()
-    victim.write_bytes(data)
-    given = [*given, "--output", str(tmp_path / "run")]
-    status, told = run(trainer(directory, *given, "--resume"))
-    assert status != 0
-    assert f"the newest intact checkpoint is {tmp_path / 'run' / 'checkpoint-25' / 'global_step25'}" in told
-    assert told.count("train_trainer.py: error:") == 1
-
-
-@pytest.mark.parametrize("missing", ["trainer_state.json", "rng_state_1.pth", "global_step30/manifest.json", "*"])
-def test_an_unfinished_newest_checkpoint_is_refused_and_the_newest_complete_one_named(finished, tmp_path, missing):
-    from transformers import trainer_utils
-
-    import ds_galore
-    from ds_galore import DataError
-
-    ds_galore.enable()
-    shutil.copytree(finished, tmp_path / "run")
-    newest = tmp_path / "run" / "checkpoint-30"
-    assert trainer_utils.get_last_checkpoint(str(tmp_path / "run")) == str(newest)
-    if missing == "*":
-        shutil.rmtree(newest)
-        newest.mkdir()
-    else:
-        (newest / missing).unlink()
-    with pytest.raises(DataError) as caught:
-        trainer_utils.get_last_checkpoint(str(tmp_path / "run"))
-    name = {"*": "manifest.json"}.get(missing, Path(missing).name)
-    expected = f"{newest}: is not finished: it holds no {name}; the newest complete checkpoint is"
-    assert str(caught.value).startswith(f"{expected} {tmp_path / 'run' / 'checkpoint-25'}: pass it as resume")
-    shutil.rmtree(newest)
-    shutil.rmtree(tmp_path / "run" / "checkpoint-25")
-    assert trainer_utils.get_last_checkpoint(str(tmp_path / "run")) is None
-
-
 # ---------------------------------------------------------------------- the Trainer's names, on the pool
 
 
@@ -202,6 +152,60 @@ def attempt_trainer(arguments: list[str]) -> tuple[int, str]:
     except DsGaloreError as error:
         return error.exit_code, str(error)
     return 0, ""
+
+
+@pytest.fixture(scope="module")
+def finished(pool, tmp_path_factory) -> tuple[Path, list[str]]:
+    """What the Trainer's script left, with two checkpoints; and its arguments without the output."""
+    directory = tmp_path_factory.mktemp("finished")
+    given = [*prepared(directory), "--config", str(directory / "config.json"), "--steps", "10", "--save-every", "5"]
+    assert pool.run(2, attempt_trainer, [*given, "--output", str(directory / "run")])[0] == (0, "")
+    pool.close()
+    assert sorted(each.name for each in (directory / "run").glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-5"]
+    return directory / "run", given
+
+
+def test_the_trainer_refuses_a_damaged_newest_checkpoint_and_names_the_newest_good_one(pool, finished, tmp_path):
+    original, given = finished
+    # Without the copy that is kept of the last durable one, which would be named.
+    shutil.copytree(original, tmp_path / "run", ignore=shutil.ignore_patterns(".ds_galore-last-durable"))
+    newest = tmp_path / "run" / "checkpoint-10"
+    victim = next(newest.glob("global_step10/rank-00001-*.safetensors"))
+    data = bytearray(victim.read_bytes())
+    data[-50] ^= 1
+    victim.unlink()
+    victim.write_bytes(data)
+    outcomes = pool.run(2, attempt_trainer, [*given, "--output", str(tmp_path / "run"), "--resume"])
+    pool.close()
+    assert all(status != 0 for status, _ in outcomes)
+    good = tmp_path / "run" / "checkpoint-5" / "global_step5"
+    assert any(f"the newest intact checkpoint is {good}" in told for _, told in outcomes), outcomes
+
+
+@pytest.mark.parametrize("missing", ["trainer_state.json", "rng_state_1.pth", "global_step10/manifest.json", "*"])
+def test_an_unfinished_newest_checkpoint_is_refused_and_the_newest_complete_one_named(finished, tmp_path, missing):
+    from transformers import trainer_utils
+
+    import ds_galore
+    from ds_galore import DataError
+
+    ds_galore.enable()
+    shutil.copytree(finished[0], tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoint-10"
+    assert trainer_utils.get_last_checkpoint(str(tmp_path / "run")) == str(newest)
+    if missing == "*":
+        shutil.rmtree(newest)
+        newest.mkdir()
+    else:
+        (newest / missing).unlink()
+    with pytest.raises(DataError) as caught:
+        trainer_utils.get_last_checkpoint(str(tmp_path / "run"))
+    name = {"*": "manifest.json"}.get(missing, Path(missing).name)
+    expected = f"{newest}: is not finished: it holds no {name}; the newest complete checkpoint is"
+    assert str(caught.value).startswith(f"{expected} {tmp_path / 'run' / 'checkpoint-5'}: pass it as resume")
+    shutil.rmtree(newest)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-5")
+    assert trainer_utils.get_last_checkpoint(str(tmp_path / "run")) is None
 
 
 def names(directory: Path, output: str, config: dict[str, Any], *arguments: str) -> list[str]:
