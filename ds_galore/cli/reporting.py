@@ -46,13 +46,17 @@ def report(directories: tuple[Path, ...], output: Path, as_json: bool, quiet: bo
 
 def _line(found: dict[str, Any]) -> str:
     """A run in a line."""
+    from ds_galore.tools.report.words import count
+
     parts = [f"{found['unit']} {found['step']:,}" if found["step"] is not None else None]
     for key, word in (("last_loss", "loss"), ("best_validation_loss", "best validation loss")):
         parts.append(None if found[key] is None else f"{word} {found[key]:.4f}")
-    for key, word in (("refreshes", "refreshes"), ("failed_saves", "failed saves"), ("warnings", "warnings")):
-        parts.append(f"{found[key]} {word}" if found[key] else None)
-    saves = sum(found["checkpoints"].values())
-    parts.append(f"{saves} checkpoints" if saves else None)
-    damaged = sum(found["damaged_lines"].values())
-    parts.append(f"{damaged} damaged lines left out" if damaged else None)
+    several = [
+        (found["refreshes"], "step with refreshes", "steps with refreshes"),
+        (sum(found["checkpoints"].values()), "checkpoint", "checkpoints"),
+        (found["failed_saves"], "failed save", "failed saves"),
+        (found["warnings"], "warning", "warnings"),
+        (sum(found["damaged_lines"].values()), "damaged line left out", "damaged lines left out"),
+    ]
+    parts += [count(number, one, many) for number, one, many in several if number]
     return f"{found['directory']}: {', '.join(part for part in parts if part)}"

@@ -120,7 +120,7 @@ def _read_metrics(run: Run, path: Path) -> None:
             return False
         if step < last:  # a resume: what came after is no longer part of the run
             for curve in run.curves.values():
-                curve.cut(step)
+                curve.cut(step + 1)
         last = step
         for name in (*keys, "validation_loss"):
             number = as_number(line.get(name))
