@@ -21,7 +21,7 @@ from ds_galore.tools.report.figures import Figure, literal, loss_figures, memory
 from ds_galore.tools.report.grids import MAX_COLUMNS, make_grid
 from ds_galore.tools.report.page import render, write_page
 from ds_galore.tools.report.reading import read_run, read_runs
-from ds_galore.tools.report.runs import Refresh, Run, summary
+from ds_galore.tools.report.runs import Note, Refresh, Run, Save, summary
 from ds_galore.tools.report.saves import saves_figure
 from ds_galore.tools.report.subspaces import heat_figures, mean_figures
 from ds_galore.tools.report.theme import THEMES
@@ -376,7 +376,7 @@ def test_missing_parts_are_named(tmp_path):
     assert "No configuration found" in text
     assert "No training loss" not in text
     both = render(read_runs([tmp_path / "a", tmp_path / "b"]))
-    assert "No refreshes of bases of a found" in both
+    assert "No refreshes of bases found for a (looked in" in both
 
 
 def test_configurations_are_compared(tmp_path):
@@ -392,14 +392,18 @@ def test_configurations_are_compared(tmp_path):
 
 
 def test_a_long_run_makes_a_small_file(tmp_path):
-    write_lines(tmp_path / "metrics.jsonl", (metric(step) for step in range(1, 100_001)))
-    names = matrices(56)
-    refreshes = (refresh(step, dict.fromkeys(names, (0.5, 0.25))) for step in range(1, 100_001, 1000))
-    events = [start(), *refreshes, *(saved(step) for step in range(50, 100_001, 50))]
-    write_lines(tmp_path / "ds_galore.jsonl", events)
-    text = render([read_run(tmp_path)])
+    steps = 100_000
+    run = Run("long", tmp_path)
+    for curve in run.curves.values():
+        curve.steps, curve.values = list(range(steps)), [2 + math.sin(step * step) for step in range(steps)]
+    every = {step: Refresh(0.512345, 0.254321, 64) for step in range(0, steps, 1000)}
+    run.refreshes = dict.fromkeys(matrices(56), every)
+    run.saves = [Save(step, f"step-{step}", "differential", 1e9, 3e9, 3.0, 0.5, 4.0) for step in range(50, steps, 50)]
+    run.notes = [Note(step, f"slow at {step}") for step in range(1000)]
+    text = render([run])
     assert len(text) < 4e6
     assert "Thinned here: Training loss" in text
+    assert "950 more are left out here" in text
 
 
 # ---------------------------------------------------------------------- the command

@@ -79,17 +79,10 @@ class Curve:
         return [step for step, value in self if not math.isfinite(value)]
 
     def smoothed(self) -> Curve:
-        """Exponential means over about a fortieth of the curve, unbiased at its beginning; NaN passes through."""
-        width = min(max(len(self) / 40, 4.0), 250.0)
-        keep = 1 - 2 / (width + 1)
-        mean, weight, values = 0.0, 0.0, []
-        for value in self.values:
-            if not math.isfinite(value):
-                values.append(math.nan)
-                continue
-            mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
-            values.append(mean / weight)
-        return Curve(list(self.steps), values)
+        """Exponential means over about a fortieth of the curve, to either side, so that nothing lags; NaN stays."""
+        keep = 1 - 2 / (min(max(len(self) / 40, 4.0), 250.0) + 1)
+        before, after = _means(self.values, keep), _means(self.values[::-1], keep)[::-1]
+        return Curve(list(self.steps), [(a + b) / 2 for a, b in zip(before, after, strict=True)])
 
     def thinned(self, limit: int = MAX_POINTS) -> Curve:
         """At most ``limit`` points: of each of equal stretches of points its lowest and its highest, and both ends.
@@ -106,6 +99,16 @@ class Curve:
             chosen.update(_extremes(self.values, range(begin, end)))
         kept = sorted(chosen)
         return Curve([self.steps[each] for each in kept], [self.values[each] for each in kept])
+
+
+def _means(values: Sequence[float], keep: float) -> list[float]:
+    """Exponential means of what came before, unbiased at the beginning."""
+    mean, weight, means = 0.0, 0.0, []
+    for value in values:
+        if math.isfinite(value):
+            mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
+        means.append(mean / weight if math.isfinite(value) else math.nan)
+    return means
 
 
 def _extremes(values: Sequence[float], where: range) -> Iterator[int]:

@@ -8,7 +8,7 @@ takes it out. Imports the standard library.
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,7 +114,7 @@ def template() -> Json:
 def loss_figures(runs: Sequence[Run]) -> list[Figure]:
     """Training and validation loss."""
     return _present(
-        _curves(runs, "loss", "Training loss", "Every step pale, exponential mean strong.", logarithmic=True),
+        _curves(runs, "loss", "Training loss", "Every step pale; means of its neighbourhood strong.", logarithmic=True),
         _curves(runs, "validation_loss", "Validation loss", "", smooth=False, logarithmic=True),
     )
 
@@ -179,7 +179,7 @@ def _curves(
         "showlegend": False,
         "shapes": shapes,
     }
-    return Figure(f"curve-{name}", title, about, data, layout, 300, logarithmic, thinned=thinned)
+    return Figure(f"curve-{name}", title, about, data, layout, 290, logarithmic, thinned=thinned)
 
 
 def _line(run: Run, index: int, curve: Curve, scale: float, *, width: int = 2, percent: int = 100) -> Json:
@@ -241,16 +241,17 @@ def memory_figures(runs: Sequence[Run]) -> list[Figure]:
     ]
     layout = {
         "barmode": "stack",
+        "legend": {"traceorder": "normal"},
         "xaxis": {"title": {"text": name_of_unit}, "tickformat": "~g"},
         "yaxis": {"visible": False, "range": [len(bars) - 0.6, -0.75], "fixedrange": True},
         "annotations": labels,
         "showlegend": True,
     }
     about = "Model states on the largest rank, as planned from shapes: without activations and buffers."
-    return [Figure("memory", "Memory by kind", about, data, layout, 110 + 62 * len(bars))]
+    return [Figure("memory", "Memory by kind", about, data, layout, max(240, 110 + 62 * len(bars)))]
 
 
-def _bar_label(run: Run | None, name: str, sizes: Json, beside: Any) -> str:
+def _bar_label(run: Run | None, name: str, sizes: Mapping[str, int], beside: Mapping[str, Mapping[str, int]]) -> str:
     total, adamw = sum(sizes.values()), sum(beside.get("AdamW", {}).values())
     text = f"{literal(name, 24)} <b>{size(total)}</b>"
     if name != "AdamW" and adamw:

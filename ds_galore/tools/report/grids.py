@@ -139,7 +139,8 @@ def _order(names: Sequence[str]) -> tuple[list[Row], list[Group]]:
         kind, numbers = _kind(name)
         found.setdefault(kind, []).append((numbers, name))
     short = _short(list(found))
-    rows, groups = [], []
+    rows: list[Row] = []
+    groups: list[Group] = []
     for kind, members in sorted(found.items(), key=lambda item: names.index(item[1][0][1])):
         begin = len(rows)
         for numbers, name in sorted(members):

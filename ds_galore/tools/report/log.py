@@ -145,7 +145,7 @@ def _save(line: Mapping[str, Any], step: int) -> Save | None:
         return Save(step, tag, "failed", message=_text(line.get("message")) or "")
     if kind not in KINDS:
         return None
-    numbers = {key: _finite(line.get(key)) for key in ("bytes", "logical_bytes", "ratio", "stall", "seconds")}
-    if numbers["ratio"] is None and numbers["bytes"] and numbers["logical_bytes"]:
-        numbers["ratio"] = numbers["logical_bytes"] / numbers["bytes"]
-    return Save(step, tag, kind, **numbers)
+    size, logical, ratio = (_finite(line.get(key)) for key in ("bytes", "logical_bytes", "ratio"))
+    if ratio is None and size and logical:
+        ratio = logical / size
+    return Save(step, tag, kind, size, logical, ratio, _finite(line.get("stall")), _finite(line.get("seconds")))

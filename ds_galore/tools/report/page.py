@@ -6,6 +6,7 @@ Imports Jinja and, for the library that the file carries along, plotly; both com
 from __future__ import annotations
 
 import base64
+import functools
 import gzip
 import hashlib
 import importlib.util
@@ -15,7 +16,7 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_galore import __version__
 from ds_galore.checkpoint.files import replace_file
@@ -69,14 +70,13 @@ def write_page(runs: Sequence[Run], output: Path) -> int:
 def render(runs: Sequence[Run]) -> str:
     """The page."""
     import jinja2
-    from plotly.offline import get_plotlyjs
 
     here = files(__package__)
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["number"] = number
-    plotly, script = get_plotlyjs(), (here / "page.js").read_text("utf-8").strip()
+    plotly, script = _packed_plotly(), (here / "page.js").read_text("utf-8").strip()
     figures, sections = _sections(runs)
     data = {
         "figures": {each.key: _drawn(each) for each in figures},
@@ -96,9 +96,24 @@ def render(runs: Sequence[Run]) -> str:
         style=(here / "page.css").read_text("utf-8"),
         themes=THEMES,
         script=script,
-        plotly=base64.b64encode(gzip.compress(plotly.encode(), 9, mtime=0)).decode(),
-        digests=" ".join(f"'sha256-{_digest(text)}'" for text in (script, plotly)),
+        plotly=plotly.text,
+        digests=" ".join(f"'sha256-{digest}'" for digest in (_digest(script), plotly.digest)),
     )
+
+
+class _Packed(NamedTuple):
+    """A script, compressed, as text; and its digest."""
+
+    text: str
+    digest: str
+
+
+@functools.cache
+def _packed_plotly() -> _Packed:
+    from plotly.offline import get_plotlyjs
+
+    script = get_plotlyjs()
+    return _Packed(base64.b64encode(gzip.compress(script.encode(), 9, mtime=0)).decode(), _digest(script))
 
 
 def _digest(text: str) -> str:
@@ -165,8 +180,8 @@ def _without(runs: Sequence[Run], *names: str) -> list[str]:
         lacking = [run.name for run in runs if not _has(run, name)]
         if lacking:
             what, where = SOUGHT[name]
-            which = f" of {', '.join(lacking)}" if len(lacking) < len(runs) else ""
-            lines.append(f"No {what}{which} found (looked in {where}).")
+            which = f" for {', '.join(lacking)}" if len(lacking) < len(runs) else ""
+            lines.append(f"No {what} found{which} (looked in {where}).")
     return lines
 
 
@@ -191,6 +206,7 @@ def _shown(index: int, run: Run, among: int) -> dict[str, Any]:
         "directory": str(run.directory),
         "sources": ", ".join(run.sources),
         "open": among <= 3,
+        "job": _job(found),
         "stats": _stats(run, found),
         "notes": _notes(run, found),
         "saves": [_row(save) for save in saves[:MAX_ROWS]],
@@ -215,23 +231,23 @@ def _stats(run: Run, found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     saves = sum(found["checkpoints"].values())
     stalls = [save.stall for save in run.saves if save.stall is not None]
     beside = f"DeepSpeed's own: {size(found['logical_bytes'])}" if found["logical_bytes"] else ""
-    change = f"{signed_percent(total / adamw - 1)} to AdamW" if adamw and total else ""
-    ranks = count(found["world_size"], "rank") if found["world_size"] else ""
-    stage = f"ZeRO {found['zero_stage']}" if found["zero_stage"] is not None else ""
+    change = f"{signed_percent(total / adamw - 1)} to AdamW" if adamw and total not in (0, adamw) else ""
+    matrices = count(found["matrices"], "matrix", "matrices") if found["matrices"] else ""
+    refreshed = f"{count(found['refreshes'], 'step')} with a refresh" if found["refreshes"] else ""
     best = found["best_validation_loss"]
     return [
-        ("optimizer", found["optimizer"] or NOTHING, ", ".join(filter(None, (stage, ranks)))),
         (f"last {run.unit}", number(_last(run)), count(len(found["resumes"]), "resume") if found["resumes"] else ""),
-        ("training loss", number(found["last_loss"], 4), _lost(found)),
+        ("training loss", *_loss(found)),
         ("validation loss", number(best, 4), "" if best is None else f"best, at {found['best_validation_step']:,}"),
         ("tokens/s", number(found["tokens_per_s"], 3), "median" if found["tokens_per_s"] else ""),
         ("model states", size(total) if total else NOTHING, change),
-        ("checkpoints", number(saves), ", ".join([*kinds, *([f"{failed} failed"] if failed else [])])),
+        ("peak memory", size(found["peak_memory_bytes"]), "in use" if found["peak_memory_bytes"] else ""),
+        ("checkpoints", number(saves or None), ", ".join([*kinds, *([f"{failed} failed"] if failed else [])])),
         ("written", size(found["written_bytes"]), beside),
         ("ratio", f"{found['ratio']:.3g}\N{MULTIPLICATION SIGN}" if found["ratio"] else NOTHING, ""),
         ("stall a save", f"{sum(stalls) / len(stalls):.3g} s" if stalls else NOTHING, ""),
-        ("captured energy", number(found["captured_energy"], 3), count(found["matrices"], "matrix", "matrices")),
-        ("basis overlap", number(found["basis_overlap"], 3), count(found["refreshes"], "step") + " with a refresh"),
+        ("captured energy", number(found["captured_energy"], 3), matrices),
+        ("basis overlap", number(found["basis_overlap"], 3), refreshed),
     ]
 
 
@@ -241,10 +257,21 @@ def _last(run: Run) -> int | None:
     return run.last_step
 
 
-def _lost(found: Mapping[str, Any]) -> str:
-    if found["not_finite_losses"]:
-        return f"not finite {count(found['not_finite_losses'], 'time')}"
-    return "last" if found["last_loss"] is not None else ""
+def _job(found: Mapping[str, Any]) -> str:
+    """What ran."""
+    stage = None if found["zero_stage"] is None else f"ZeRO {found['zero_stage']}"
+    ranks = count(found["world_size"], "rank") if found["world_size"] else None
+    version = f"ds_galore {found['version']}" if found["version"] else None
+    return " · ".join(filter(None, (found["optimizer"], stage, ranks, version)))
+
+
+def _loss(found: Mapping[str, Any]) -> tuple[str, str]:
+    """The last training loss, and a word on it."""
+    broken = found["not_finite_losses"]
+    if broken and found["last_loss"] is None:
+        return "not finite", f"first at {found['unit']} {found['first_not_finite_loss']:,}"
+    word = "last" if found["last_loss"] is not None else ""
+    return number(found["last_loss"], 4), f"last; not finite {count(broken, 'time')}" if broken else word
 
 
 def _notes(run: Run, found: Mapping[str, Any]) -> list[tuple[str, str]]:

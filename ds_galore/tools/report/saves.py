@@ -41,7 +41,15 @@ def saves_figure(index: int, run: Run) -> Figure | None:
     layout["shapes"] = [vertical(step, run_colour(index, 60), "dot") for step in run.resumes[-MAX_LINES:]]
     about = "Each mark is a checkpoint; a cross is a save that failed."
     height = 90 + (170 if len(panels) == 1 else 125 * len(panels))
-    return Figure(f"saves-{index}", "Checkpoints", about, data, layout, height, thinned=len(saves) < len(run.saves))
+    return Figure(
+        f"saves-{index}",
+        "Size, ratio and stall of each",
+        about,
+        data,
+        layout,
+        height,
+        thinned=len(saves) < len(run.saves),
+    )
 
 
 SYMBOLS = {"full": "square", "differential": "circle", "incremental": "diamond", "failed": "x"}

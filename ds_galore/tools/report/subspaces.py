@@ -96,10 +96,12 @@ def _heat(key: str, title: str, about: str, grid: Grid) -> Figure:
                 "xanchor": "left",
                 "y": 1,
                 "yanchor": "bottom",
+                "xpad": 0,
+                "ypad": 4,
                 "len": 0.6,
                 "thickness": 8,
                 "outlinewidth": 0,
-                "nticks": 4,
+                "nticks": 6,
                 "tickfont": {"size": 10, "color": "@muted"},
             },
         }
@@ -126,6 +128,8 @@ def _heat(key: str, title: str, about: str, grid: Grid) -> Figure:
             if count > NAMED_ROWS
         ],
     }
+    if count > NAMED_ROWS:
+        about += " Of each kind, the first layer is at the top."
     height = 110 + max(60, min(640, 17 * count))
     return Figure(key, title, about, data, layout, height, rows=rows if len(rows) > 2 else {}, thinned=grid.merged)
 

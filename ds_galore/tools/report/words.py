@@ -37,7 +37,7 @@ def number(value: float | None, digits: int | None = None) -> str:
         return NOTHING
     if digits is None or abs(value) >= 10**digits:
         return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
+    return f"{value:#.{digits}g}".rstrip(".")
 
 
 def signed_percent(change: float) -> str:
