@@ -208,52 +208,52 @@ def vertical(step: int, colour: str, dash: str) -> Json:
 
 def memory_figures(runs: Sequence[Run]) -> list[Figure]:
     """What the model's states take on the largest rank, by kind, beside AdamW's."""
-    bars = [(run, name, sizes) for run in runs for name, sizes in run.memory.items()]
+    bars = _bars(runs)
     if not bars:
         return []
-    divisor, name_of_unit = unit(max(sum(sizes.values()) for _, _, sizes in bars))
+    divisor, name_of_unit = unit(max(sum(sizes.values()) for _, sizes in bars))
     data = [
         {
             "type": "bar",
             "orientation": "h",
             "name": kind.replace("_", " "),
-            "x": [rounded(sizes.get(kind, 0) / divisor) for _, _, sizes in bars],
+            "x": [rounded(sizes.get(kind, 0) / divisor) for _, sizes in bars],
             "y": list(range(len(bars))),
             "width": 0.42,
             "marker": {"color": f"@{kind}"},
             "hovertemplate": f"%{{x:.3~f}} {name_of_unit}<extra>{kind.replace('_', ' ')}</extra>",
         }
         for kind in KINDS_OF_MEMORY
-        if any(sizes.get(kind) for _, _, sizes in bars)
+        if any(sizes.get(kind) for _, sizes in bars)
     ]
-    labels = [
-        {
-            "xref": "paper",
-            "x": 0,
-            "xanchor": "left",
-            "y": number,
-            "yshift": 21,
-            "text": _bar_label(run if len(runs) > 1 else None, name, sizes, run.memory),
-            "showarrow": False,
-            "font": {"size": 12},
-        }
-        for number, (run, name, sizes) in enumerate(bars)
-    ]
+    place = {"xref": "paper", "x": 0, "xanchor": "left", "yshift": 21, "showarrow": False, "font": {"size": 12}}
     layout = {
         "barmode": "stack",
         "legend": {"traceorder": "normal"},
         "xaxis": {"title": {"text": name_of_unit}, "tickformat": "~g"},
         "yaxis": {"visible": False, "range": [len(bars) - 0.6, -0.75], "fixedrange": True},
-        "annotations": labels,
+        "annotations": [{**place, "y": number, "text": label} for number, (label, _) in enumerate(bars)],
         "showlegend": True,
     }
     about = "Model states on the largest rank, as planned from shapes: without activations and buffers."
     return [Figure("memory", "Memory by kind", about, data, layout, max(240, 110 + 62 * len(bars)))]
 
 
-def _bar_label(run: Run | None, name: str, sizes: Mapping[str, int], beside: Mapping[str, Mapping[str, int]]) -> str:
-    total, adamw = sum(sizes.values()), sum(beside.get("AdamW", {}).values())
-    text = f"{literal(name, 24)} <b>{size(total)}</b>"
-    if name != "AdamW" and adamw:
-        text += f" ({signed_percent(total / adamw - 1)})"
-    return text if run is None else f"{literal(run.name, 16)} · {text}"
+def _bars(runs: Sequence[Run]) -> list[tuple[str, Mapping[str, int]]]:
+    """Labels and sizes: what runs use, and what AdamW would instead, once where that is the same for several."""
+    bars: list[tuple[str, Mapping[str, int]]] = []
+    baselines: list[tuple[Run, Mapping[str, int]]] = []
+    for run in runs:
+        adamw = run.memory.get("AdamW", {})
+        own = {name: sizes for name, sizes in run.memory.items() if name != "AdamW"} or run.memory
+        for name, sizes in own.items():
+            text = f"{literal(name, 24)} <b>{size(sum(sizes.values()))}</b>"
+            if name != "AdamW" and adamw:
+                text += f" ({signed_percent(sum(sizes.values()) / sum(adamw.values()) - 1)})"
+            bars.append((text if len(runs) == 1 else f"{literal(run.name, 16)} · {text}", sizes))
+        if "AdamW" not in own and adamw and all(adamw != each for _, each in baselines):
+            baselines.append((run, adamw))
+    for run, sizes in baselines:
+        where = "" if len(baselines) == 1 else f" instead in {literal(run.name, 16)}"
+        bars.append((f"AdamW{where} <b>{size(sum(sizes.values()))}</b>", sizes))
+    return bars

@@ -15,6 +15,11 @@ __all__ = ["Grid", "Group", "Row", "make_grid"]
 
 #: Cells of a heat map on the page, as long as that leaves enough columns.
 MAX_CELLS, MIN_COLUMNS, MAX_COLUMNS = 36_000, 60, 400
+#: Modules in the order in which a block of a transformer has them, which staggered refreshes do not keep.
+ORDER = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn", "o_proj", "out_proj", "dense") + (
+    *("gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "c_fc", "fc1", "dense_h_to_4h"),
+    *("down_proj", "w2", "fc2", "dense_4h_to_h", "c_proj"),
+)
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ def _line(points: Sequence[tuple[int, float | None]], edges: Sequence[int]) -> t
 
 
 def _order(names: Sequence[str]) -> tuple[list[Row], list[Group]]:
-    """Rows by kind and layer, kinds in the order in which they appear in the first layer that has them."""
+    """Rows by kind and layer, kinds in the order of a block where they are known ones, else of the log."""
     found: dict[str, list[tuple[tuple[int, ...], str]]] = {}
     for name in sorted(names, key=_natural):
         kind, numbers = _kind(name)
@@ -141,13 +146,18 @@ def _order(names: Sequence[str]) -> tuple[list[Row], list[Group]]:
     short = _short(list(found))
     rows: list[Row] = []
     groups: list[Group] = []
-    for kind, members in sorted(found.items(), key=lambda item: names.index(item[1][0][1])):
+    for kind, members in sorted(found.items(), key=lambda item: (_place(item[0]), names.index(item[1][0][1]))):
         begin = len(rows)
         for numbers, name in sorted(members):
             layer = ".".join(map(str, numbers))
             rows.append(Row(name, f"{short[kind]} {layer}".strip(), layer or short[kind]))
         groups.append(Group(short[kind], begin, len(rows)))
     return rows, groups
+
+
+def _place(kind: str) -> int:
+    module = kind.rpartition(".")[2]
+    return ORDER.index(module) if module in ORDER else len(ORDER)
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

@@ -15,6 +15,8 @@ __all__ = ["saves_figure"]
 
 #: Saves of a run on the page.
 MAX_SAVES = 600
+#: Saves whose marks are large.
+FEW = 120
 
 
 def saves_figure(index: int, run: Run) -> Figure | None:
@@ -106,7 +108,11 @@ def _panel(
                 "y": [rounded(value(save) or 0) for save in points],
                 "text": [_told(save) for save in points],
                 "hovertemplate": "%{text}<extra></extra>",
-                "marker": {"symbol": SYMBOLS.get(kind, "circle"), "size": 8, "color": _colour_of(kind)},
+                "marker": {
+                    "symbol": SYMBOLS.get(kind, "circle"),
+                    "size": 8 if len(saves) <= FEW else 5,
+                    "color": _colour_of(kind),
+                },
                 "cliponaxis": False,
             }
         )

@@ -97,7 +97,7 @@ def _heat(key: str, title: str, about: str, grid: Grid) -> Figure:
                 "y": 1,
                 "yanchor": "bottom",
                 "xpad": 0,
-                "ypad": 4,
+                "ypad": 8,
                 "len": 0.6,
                 "thickness": 8,
                 "outlinewidth": 0,
