@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from playwright.sync_api import Browser, sync_playwright
 from ds_galore.tools.report.page import write_page
 from ds_galore.tools.report.reading import read_runs
 from tests.tools.run_directories import metric, refresh, saved, start, warning, whole_run, write_lines
+
+#: Milliseconds, on a machine that other tests keep busy.
+PATIENCE = 120_000
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +53,7 @@ class Opened:
     def __init__(self, browser: Browser, path: Path, width: int) -> None:
         phone = width < 500
         context = browser.new_context(viewport={"width": width, "height": 844}, has_touch=phone, is_mobile=phone)
+        context.set_default_timeout(PATIENCE)
         self.page, self.width = context.new_page(), width
         self.wrong: list[str] = []
         requests: list[str] = []
@@ -56,15 +61,14 @@ class Opened:
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
         self.page.on("request", lambda request: requests.append(request.url))
         self.page.goto(path.as_uri())
-        self.page.wait_for_selector("html[data-drawn]", state="attached", timeout=60_000)
+        self.page.wait_for_selector("html[data-drawn]", state="attached")
         assert requests.pop(0) == path.as_uri()
         self.wrong += [url for url in requests if not url.startswith(("data:", "blob:"))]
 
     def until(self, expression: str, value: object) -> None:
         """Wait for it. Playwright's own way evaluates strings in the page, which the page's policy forbids."""
-        for _ in range(200):
-            if self.page.evaluate(expression) == value:
-                return
+        end = time.monotonic() + PATIENCE / 1000
+        while self.page.evaluate(expression) != value and time.monotonic() < end:
             self.page.wait_for_timeout(50)
         assert self.page.evaluate(expression) == value
 

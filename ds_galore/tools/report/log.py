@@ -59,8 +59,10 @@ def read_log(run: Run, path: Path) -> None:
         step = as_step(line.get("step"))
         match line.get("event"):
             case "start":
-                run.starts.append(_start(line, step or 0))
-                _forget(run, step or 0)
+                if step is None:
+                    return False
+                run.starts.append(_start(line, step))
+                _forget(run, step)
             case "refresh":
                 return step is not None and _refresh(run, step, line)
             case "save" | "save_failed":

@@ -21,6 +21,7 @@ from ds_galore.tools.inspect import list_checkpoints
 from ds_galore.tools.report.curves import as_number, as_step
 from ds_galore.tools.report.log import read_log, take_objects
 from ds_galore.tools.report.runs import Run, Save
+from ds_galore.tools.report.words import count
 
 __all__ = ["read_run", "read_runs"]
 
@@ -91,9 +92,8 @@ def read_run(directory: Path, name: str | None = None) -> Run:
     _read_checkpoints(run)
     run.saves.sort(key=lambda save: (save.step, save.tag))
     if run.empty:
-        found = "; ".join(
-            [*(f"{file}: {_lines(number)} damaged" for file, number in run.damaged.items()), *run.problems]
-        )
+        damaged = [f"{file}: {count(number, 'damaged line')}" for file, number in run.damaged.items()]
+        found = "; ".join([*damaged, *run.problems])
         raise DataError(
             f"{directory}: holds nothing to report on: looked for {LOG}, {METRICS}, {TRAINER} of the Trainer,"
             f" {next(iter(MONITORED))} of DeepSpeed's monitor, and checkpoints" + (f" ({found})" if found else "")
@@ -101,16 +101,11 @@ def read_run(directory: Path, name: str | None = None) -> Run:
     return run
 
 
-def _lines(number: int) -> str:
-    return "1 line" if number == 1 else f"{number} lines"
-
-
 # ---------------------------------------------------------------------- curves
 
 
 def _read_metrics(run: Run, path: Path) -> None:
     """What ``launch/train.py`` writes."""
-    keys = [name for name in run.curves if name != "validation_loss"]
     last = -1
 
     def take(line: dict[str, Any]) -> bool:
@@ -122,10 +117,10 @@ def _read_metrics(run: Run, path: Path) -> None:
             for curve in run.curves.values():
                 curve.cut(step + 1)
         last = step
-        for name in (*keys, "validation_loss"):
+        for name, curve in run.curves.items():
             number = as_number(line.get(name))
             if number is not None:
-                run.curves[name].add(step, number)
+                curve.add(step, number)
         return True
 
     take_objects(run, path, take)
@@ -226,7 +221,7 @@ def _global_batch(run: Run) -> int | None:
     if whole:
         return whole
     micro, steps = (
-        as_step(config.get(f"{key}")) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        as_step(config.get(key)) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     )
     world = run.starts[-1].world_size if run.starts else None
     return micro * (steps or 1) * world if micro and world else None
@@ -242,7 +237,7 @@ def _read_checkpoints(run: Run) -> None:
     if deeper.is_dir() and not any(deeper in path.parents for path in rows):
         rows |= _listed(run, deeper)  # accelerate's lie a level below
     if rows:
-        run.sources.append("1 checkpoint" if len(rows) == 1 else f"{len(rows)} checkpoints")
+        run.sources.append(count(len(rows), "checkpoint"))
     for path, row in rows.items():
         _add_checkpoint(run, path, row)
 

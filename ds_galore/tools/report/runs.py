@@ -155,6 +155,10 @@ def _last(curve: Curve) -> float | None:
     return rounded(curve.values[-1]) if len(curve) else None
 
 
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
 def summary(run: Run) -> dict[str, Any]:
     """What was found, in numbers for JSON: None where there is nothing to tell."""
     loss, validation, speed = (run.curves[name].finite() for name in ("loss", "validation_loss", "tokens_per_s"))
@@ -179,7 +183,7 @@ def summary(run: Run) -> dict[str, Any]:
         "best_validation_loss": rounded(best[1]) if best else None,
         "best_validation_step": best[0] if best else None,
         "tokens_per_s": rounded(statistics.median(speed.values)) if len(speed) else None,
-        "peak_memory_bytes": rounded(max(run.curves["memory_bytes"].finite().values, default=None), 15),
+        "peak_memory_bytes": _whole(max(run.curves["memory_bytes"].finite().values, default=None)),
         "optimizer": newest.optimizer if newest else None,
         "world_size": newest.world_size if newest else None,
         "zero_stage": newest.zero_stage if newest else None,
@@ -193,8 +197,8 @@ def summary(run: Run) -> dict[str, Any]:
         "checkpoints": {kind: kinds[kind] for kind in SAVED if kinds[kind]},
         "checkpoints_on_disk": sum(save.on_disk for save in run.saves),
         "failed_saves": kinds["failed"],
-        "written_bytes": rounded(written, 15),
-        "logical_bytes": rounded(logical, 15),
+        "written_bytes": _whole(written),
+        "logical_bytes": _whole(logical),
         "ratio": overall_ratio(run),
         "stall_seconds": rounded(stall),
         "warnings": len(run.notes),
