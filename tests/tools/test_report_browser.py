@@ -24,7 +24,7 @@ def browser() -> Iterator[Browser]:
     path = next((found for found in map(shutil.which, names) if found), None)
     assert path is not None, "these tests need Chromium: apt-get install chromium"
     with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        launched = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=PATIENCE)
         yield launched
         launched.close()
 
@@ -147,7 +147,7 @@ def test_hovering_tells_of_a_checkpoint_without_reading_markup_in_its_tag(deskto
     text = page.locator("[data-figure=saves-2] .hoverlayer text").first
     text.wait_for()
     assert "<img src=x" in text.text_content()
-    assert "1 kB written, 3 times smaller" in text.text_content()
+    assert "1 kB written; DeepSpeed's own would be 3 kB" in text.text_content()
     assert page.title() == "3 runs · training report"
     assert desktop.wrong == []
 

@@ -175,7 +175,7 @@ def _curves(
     layout = {
         "xaxis": {"title": {"text": " or ".join(sorted(units))}},
         "yaxis": {"rangemode": "tozero"} if from_zero else {},
-        "hovermode": "x unified" if len(runs) == 1 else "closest",
+        "hovermode": "x unified",
         "showlegend": False,
         "shapes": shapes,
     }
@@ -221,7 +221,7 @@ def memory_figures(runs: Sequence[Run]) -> list[Figure]:
             "y": list(range(len(bars))),
             "width": 0.42,
             "marker": {"color": f"@{kind}"},
-            "hovertemplate": f"%{{x:.3~f}} {name_of_unit}<extra>{kind.replace('_', ' ')}</extra>",
+            "hovertemplate": f"{kind.replace('_', ' ')}: %{{x:.3~f}} {name_of_unit}<extra></extra>",
         }
         for kind in KINDS_OF_MEMORY
         if any(sizes.get(kind) for _, sizes in bars)

@@ -45,7 +45,7 @@
     await Plotly.react(element, themed(data, theme), themed(layout, theme), {
       responsive: true,
       displaylogo: false,
-      displayModeBar: touch.matches ? false : "hover",
+      displayModeBar: touch.matches || layout.showlegend ? false : "hover", // it would lie on the legend
       modeBarButtons: [["toImage", "resetScale2d"]],
     });
     drawn.add(element);

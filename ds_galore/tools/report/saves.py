@@ -129,7 +129,7 @@ def _told(save: Save) -> str:
     if save.message:
         lines.append(literal(save.message, 90))
     if save.bytes is not None:
-        beside = "" if save.ratio is None else f", {save.ratio:.3g} times smaller than DeepSpeed's own"
+        beside = "" if save.logical_bytes is None else f"; DeepSpeed's own would be {size(save.logical_bytes)}"
         lines.append(f"{size(save.bytes)} written{beside}")
     if save.stall is not None:
         after = "" if save.seconds is None else f", durable after {save.seconds:.3g} s"

@@ -68,7 +68,7 @@ def _means(runs: Sequence[Run], key: str, title: str) -> Figure | None:
         return None
     layout = {
         "xaxis": {"title": {"text": "step"}},
-        "hovermode": "x unified" if len(runs) == 1 else "closest",
+        "hovermode": "x unified",
         "showlegend": False,
     }
     band = "; the band is from the lowest matrix to the highest." if len(runs) <= MAX_BANDS else "."
