@@ -20,6 +20,7 @@ from ds_galore.tools.report.words import signed_percent, size, unit
 __all__ = [
     "DASHES",
     "MAX_LINES",
+    "NAME",
     "Figure",
     "Json",
     "literal",
@@ -32,6 +33,8 @@ __all__ = [
 
 #: Vertical lines of a run in a figure.
 MAX_LINES = 20
+#: Characters of a run's name beside values, so that a phone has room for them.
+NAME = 20
 DASHES = ("solid", "dash", "dot", "dashdot")
 Json = dict[str, Any]
 
@@ -164,7 +167,7 @@ def _curves(
         smoothed = curve.smoothed() if smooth and len(curve) > 40 else None
         if smoothed is not None:
             pale = _line(run, index, curve, scale, width=1, percent=30)
-            data.append({**pale, "hoverinfo": "skip", "mode": "lines"})
+            data.append({**pale, "hoverinfo": "skip", "hovertemplate": "", "mode": "lines"})
         data.append(_line(run, index, smoothed or curve, scale))
         if run.unit == "step":
             shapes += [vertical(step, run_colour(index, 60), "dot") for step in run.resumes[-MAX_LINES:]]
@@ -187,7 +190,7 @@ def _line(run: Run, index: int, curve: Curve, scale: float, *, width: int = 2, p
     return {
         "type": "scatter",
         "mode": "lines+markers" if len(curve) <= 40 else "lines",
-        "name": literal(run.name),
+        "name": literal(run.name, NAME),
         "meta": {"run": index},
         "x": curve.steps,
         "y": [rounded(value * scale) for value in curve.values],

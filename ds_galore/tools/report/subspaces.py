@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from ds_galore.tools.report.curves import rounded
-from ds_galore.tools.report.figures import DASHES, Figure, Json, literal
+from ds_galore.tools.report.figures import DASHES, NAME, Figure, Json, literal
 from ds_galore.tools.report.grids import Grid, make_grid
 from ds_galore.tools.report.runs import Run
 from ds_galore.tools.report.theme import RUN_COLOURS, run_colour
@@ -43,7 +43,7 @@ def _means(runs: Sequence[Run], key: str, title: str) -> Figure | None:
             continue
         columns = [(step, values) for step, values in grid.columns() if values]
         steps = [step for step, _ in columns]
-        common = {"type": "scatter", "x": steps, "meta": {"run": index}, "name": literal(run.name)}
+        common = {"type": "scatter", "x": steps, "meta": {"run": index}, "name": literal(run.name, NAME)}
         if len(runs) <= MAX_BANDS:
             edge = {
                 **common,
