@@ -18,7 +18,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["ds_galore", "ds_galore.*"]),
-    package_data={"ds_galore": ["py.typed"]},
+    package_data={"ds_galore": ["py.typed"], "ds_galore.tools.report": ["page.css", "page.html", "page.js"]},
     install_requires=[
         "torch>=2.7",
         "numpy>=1.24",
@@ -36,6 +36,7 @@ setup(
         "data": ["datasets>=2.0"],
         "lz4": ["lz4>=4.0"],
         "8bit": ["bitsandbytes>=0.45"],
+        "report": ["plotly>=6.0", "jinja2>=3.1"],
         "dev": [
             "apollo-torch",
             "bitsandbytes>=0.45",
@@ -47,8 +48,11 @@ setup(
             "peft",
             "galore-torch",
             "hypothesis",
+            "jinja2>=3.1",
             "lz4>=4.0",
             "mypy",
+            "playwright",
+            "plotly>=6.0",
             "pytest",
             "pytest-xdist",
             "ruff",

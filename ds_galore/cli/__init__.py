@@ -23,6 +23,7 @@ from ds_galore import __version__
 from ds_galore.cli.checkpoints import COMMANDS
 from ds_galore.cli.output import json_option, quiet_option
 from ds_galore.cli.planning import estimate
+from ds_galore.cli.reporting import report
 from ds_galore.errors import ConfigError, DsGaloreError
 
 __all__ = ["main"]
@@ -142,7 +143,7 @@ def check(path: Path, as_json: bool, quiet: bool) -> None:
         click.echo(f"{path}: fine")
 
 
-for _command in (estimate, *COMMANDS):
+for _command in (estimate, report, *COMMANDS):
     main.add_command(_command)
 
 if __name__ == "__main__":

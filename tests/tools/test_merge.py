@@ -415,6 +415,9 @@ def test_every_command_runs_where_torch_and_deepspeed_cannot_be_imported(saved, 
         done = run("merge", source, str(tmp_path / f"t{number}"), "--format", "torch", "--quiet")
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
         assert run("rollback", source, "--to", "b", "--json").returncode == 0
+        done = run("report", source, "--output", str(tmp_path / "report.html"), "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["runs"][0]["step"] == 5
         for command in (["list"], ["inspect"], ["verify"], ["rollback", "--to", "b"]):
             done = run(command[0], source, *command[1:], "--quiet")
             assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), command
