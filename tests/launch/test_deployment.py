@@ -98,7 +98,9 @@ def cluster(tmp_path: Path) -> dict[str, str]:
         'for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=$task "$@" || status=$?; done',
         'exit "${status:-0}"',
     )
-    stand_in(tmp_path, "scontrol", 'if [ "$1" = show ]; then echo one; echo two; else echo "$@" >>"$LOG/scontrol.log"; fi')
+    stand_in(
+        tmp_path, "scontrol", 'if [ "$1" = show ]; then echo one; echo two; else echo "$@" >>"$LOG/scontrol.log"; fi'
+    )
     names = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS"
     stand_in(
         tmp_path,
@@ -108,8 +110,12 @@ def cluster(tmp_path: Path) -> dict[str, str]:
         'exit "$STATUS"',
     )
     return {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path), "SLURM_JOB_ID": "20017",
-        "SLURM_JOB_NAME": "ds-galore", "SLURM_JOB_NODELIST": "one,two", "SLURM_NTASKS": "2",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "LOG": str(tmp_path),
+        "SLURM_JOB_ID": "20017",
+        "SLURM_JOB_NAME": "ds-galore",
+        "SLURM_JOB_NODELIST": "one,two",
+        "SLURM_NTASKS": "2",
         "SLURM_CPUS_PER_TASK": "3",
     }
 
