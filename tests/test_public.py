@@ -147,8 +147,8 @@ COMMANDS = {
     ),
     "init": (
         "--model-config --params --gpus --gpu-memory --gpus-per-machine --host-memory --disk --steps --save-every"
-        " --activations[30%] --precision=bf16|fp16|fp32[bf16] --rank --micro-batch[1] --accumulation[1]"
-        " --output[ds_config.json] --force(flag) --yes/-y(flag)"
+        " --activations[30%] --precision=bf16|fp16|fp32[bf16] --keep-masters(flag) --rank --micro-batch[1]"
+        " --accumulation[1] --output[ds_config.json] --force(flag) --yes/-y(flag)"
     ),
     "inspect": "PATH --tag --tensors(flag)",
     "list": "DIRECTORY --verify(flag)",

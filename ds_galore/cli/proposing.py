@@ -56,13 +56,17 @@ class Machines:
 
 @dataclass(frozen=True)
 class Run:
-    """What is to be trained; ``steps`` and ``save_every`` are None where they are not known yet."""
+    """What is to be trained; ``steps`` and ``save_every`` are None where they are not known yet.
+
+    With ``keep_masters``, fp32 masters are not given up before host memory is tried.
+    """
 
     model: Mapping[str, Any]
     precision: str = "bf16"
     rank: int | None = None
     micro_batch: int = 1
     accumulation: int = 1
+    keep_masters: bool = False
     steps: int | None = None
     save_every: int | None = None
 
@@ -140,6 +144,7 @@ class Refused:
     """A choice that does not fit, and by how many bytes a GPU or a machine."""
 
     name: str
+    offloads: bool
     stage: int
     needs: int
     missing: int
@@ -194,7 +199,7 @@ def propose(run: Run, machines: Machines) -> Proposal:
 
 def _tried(run: Run) -> Iterator[tuple[Choice, int]]:
     for choice in CHOICES:
-        if run.precision == "bf16" or not choice.bf16:
+        if not choice.bf16 or (run.precision == "bf16" and not run.keep_masters):
             for stage in choice.stages:
                 yield choice, stage
 
@@ -210,34 +215,26 @@ def _fitting(
         if on_device <= machines.gpu_memory:
             break
     else:
-        return Refused(choice.name, stage, on_device, on_device - machines.gpu_memory, "gpu")
+        return Refused(choice.name, bool(choice.offload), stage, on_device, on_device - machines.gpu_memory, "gpu")
     if choice.offload:
         on_host = round(needs.on_host * machines.gpus_per_machine / SHARE)
         if machines.host_memory is None:
-            return Refused(choice.name, stage, on_host, 0, "unknown host")
+            return Refused(choice.name, True, stage, on_host, 0, "unknown host")
         if on_host > machines.host_memory:
-            return Refused(choice.name, stage, on_host, on_host - machines.host_memory, "host")
+            return Refused(choice.name, True, stage, on_host, on_host - machines.host_memory, "host")
     return config, job, needs
 
 
 def _nothing_fits(model: _Model, machines: Machines, refused: Sequence[Refused]) -> str:
     """One line about how much is missing, and what would help."""
-    smallest = min((each for each in refused if each.where == "gpu"), key=lambda each: each.needs, default=None)
-    plain = min(
-        (each for each in refused if each.where == "gpu" and "offloaded" not in each.name),
-        key=lambda each: each.needs,
-        default=smallest,
-    )
-    given = (
+    on_gpus = sorted((each for each in refused if each.where == "gpu"), key=lambda each: each.needs)
+    smallest, plain = on_gpus[0], next(each for each in on_gpus if not each.offloads)  # those without fail on GPUs
+    parts = [
         f"nothing fits {machines.gpus} GPU{'s' * (machines.gpus > 1)} of {size_text(machines.gpu_memory)}"
-        f" with {size_text(machines.room)} left for activations"
-    )
-    parts = [given]
-    if plain is not None:
-        parts.append(
-            f"the smallest without offload ({plain.name}, ZeRO {plain.stage}) needs {size_text(plain.needs)} a GPU,"
-            f" {size_text(plain.missing)} more than there is"
-        )
+        f" with {size_text(machines.room)} left for activations",
+        f"the smallest without offload ({plain.name}, ZeRO {plain.stage}) needs {size_text(plain.needs)} a GPU,"
+        f" {size_text(plain.missing)} more than there is",
+    ]
     more = _enough_gpus(model, machines)
     helps = []
     if more is not None:
@@ -245,8 +242,9 @@ def _nothing_fits(model: _Model, machines: Machines, refused: Sequence[Refused])
     host = [each for each in refused if each.where in ("host", "unknown host")]
     if host:
         least = min(host, key=lambda each: each.needs)
-        helps.append(f"--host-memory {size_text(least.needs).replace(' ', '')} a machine or more, to offload to it")
-    elif smallest is not None and smallest is not plain:
+        gigabytes = math.ceil(least.needs / 1e8) / 10
+        helps.append(f"--host-memory {gigabytes:g}GB a machine or more, to offload to it")
+    elif smallest is not plain:
         parts.append(
             f"with all of it offloaded a GPU still needs {size_text(smallest.needs)}, {size_text(smallest.missing)}"
             " more than it has"

@@ -93,11 +93,12 @@ def _memory(proposal: Proposal, machines: Machines) -> Iterator[str]:
     yield "Bytes of a rank, in powers of 1000; the fullest rank's."
     yield ""
     yield from _table(["", "GPU", "host"], rows)
-    yield ""
-    yield (
-        f"A step needs {size_text(needs.step)} for a moment (gradients in the masters' precision, whole projectors),"
-        " when activations are gone."
-    )
+    if needs.step:
+        yield ""
+        yield (
+            f"A step needs {size_text(needs.step)} for a moment (gradients in the masters' precision, whole"
+            " projectors), when activations are gone."
+        )
 
 
 def _tried(proposal: Proposal) -> Iterator[str]:
@@ -115,7 +116,8 @@ def _tried(proposal: Proposal) -> Iterator[str]:
     yield (
         "Of each, ZeRO 2 comes before 3: it sends a third less, and every rank has whole weights; 1 would send no less"
         " than 2 and keep more. Not tried: other rules (APOLLO keeps no projectors; its loss was behind GaLore's where"
-        " we compared, docs/performance.md), smaller ranks (--rank), bf16 moments."
+        " we compared, docs/performance.md), smaller ranks (--rank), bf16 moments. With --keep-masters, host memory"
+        " is tried before fp32 masters are given up."
     )
 
 
@@ -140,12 +142,12 @@ def _keys(proposal: Proposal, run: Run) -> Iterator[str]:
         ["`proj_type`", "right", "moments stay where their rows are, and nothing is sent for them"],
         ["`target_modules`", "all-linear", "all linear layers but the head"],
         ["`zero_optimization.stage`", str(zero["stage"]), "see above"],
-        [
-            "buckets, `sub_group_size`",
-            ", ".join(f"{value:,}" for key, value in zero.items() if key.endswith(("_size", "_parameters"))),
-            "the most generous of three sets that fits; larger ones are faster and take memory",
-        ],
     ]
+    why = "one of three sets, the most generous that fits: larger ones are faster and take memory"
+    for key in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters", "sub_group_size"):
+        if key in zero:
+            rows.append([f"`{key}`", f"{zero[key]:,}", why])
+            why = "of the same set"
     if "scheduler" in config:
         rows.append(
             ["`scheduler`", "WarmupCosineLR", f"a tenth of {run.steps} steps is warm-up; down to a tenth of `lr`"]

@@ -135,6 +135,7 @@ def _model(text: str) -> dict[str, Any]:
 @click.option(
     "--precision", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True, help="Of weights."
 )
+@click.option("--keep-masters", is_flag=True, help="Offload, rather than go without fp32 masters.")
 @click.option("--rank", type=click.IntRange(min=1), help="Of the projection. [a quarter of the hidden size]")
 @click.option(
     "--micro-batch", type=click.IntRange(min=1), default=1, show_default=True, help="Samples of a GPU at once."
@@ -174,7 +175,7 @@ def init(output: Path, force: bool, yes: bool, as_json: bool, quiet: bool, **opt
         options["host_memory"],
         options["disk"],
     )
-    names = ("precision", "rank", "micro_batch", "accumulation", "steps", "save_every")
+    names = ("precision", "keep_masters", "rank", "micro_batch", "accumulation", "steps", "save_every")
     run = Run(model, **{name: options[name] for name in names})
     proposal = propose(run, machines)
     text = json.dumps(proposal.config, indent=2) + "\n"
@@ -183,7 +184,7 @@ def init(output: Path, force: bool, yes: bool, as_json: bool, quiet: bool, **opt
         _show(proposal, machines)
     if asks and not click.confirm(f"Write {output} and {beside}?", default=True, err=True):
         raise click.Abort
-    _write({output: text, beside: note}, force)
+    _write({output: text, beside: note})
     if as_json:
         click.echo(json.dumps(_as_json(proposal, machines, output, beside)))
     elif not quiet:
@@ -274,7 +275,9 @@ def _command(options: dict[str, Any], output: Path) -> str:
     words = ["ds-galore", "init"]
     defaults = {each.name: each.default for each in init.params}
     for key, value in options.items():
-        if value is not None and value != defaults[key]:
+        if value is True:
+            words.append(f"--{key.replace('_', '-')}")
+        elif value is not None and value != defaults[key]:
             shown = _size_word(value) if key in ("gpu_memory", "host_memory", "disk") else str(value)
             words += [f"--{key.replace('_', '-')}", shown]
     return shlex.join([*words, "--output", output.name])
@@ -288,7 +291,7 @@ def _size_word(size: int) -> str:
     return f"{size}B"
 
 
-def _write(texts: dict[Path, str], force: bool) -> None:
+def _write(texts: dict[Path, str]) -> None:
     """Write all files, or leave none of the new ones behind."""
     from ds_galore.checkpoint.files import replace_file
 

@@ -72,20 +72,20 @@ def footprint(config: Mapping[str, Any], job: Job) -> Footprint:
         host["gradients"] = device.pop("gradients") + 4 * part
     if streamed:
         host["weights"] = device.pop("weights")
-    device["buffers"] = _buffers(job, zero, width)
+    device["buffers"] = _buffers(job, zero, width, offloaded=offloaded)
     step = 0 if offloaded else _step(job, zero, width, part)
     snapshot = sum(memory[kind] for kind in STATES) + (memory["weights"] if not memory["master_weights"] else 0)
     return Footprint(device, host, step, snapshot)
 
 
-def _buffers(job: Job, zero: Mapping[str, Any], width: int) -> int:
+def _buffers(job: Job, zero: Mapping[str, Any], width: int, *, offloaded: bool) -> int:
     """DeepSpeed's buffers of gradients on their way, and at stage 3 the weights that are gathered at once."""
     if not job.stage:
         return 0
+    largest = round(max(plan.numel for plan in job.plans) * job.scale)
     bucket = int(zero.get("reduce_bucket_size", 500_000_000)) * width  # allocated whole, whatever the model's size
     if job.stage < 3:
-        return bucket * (2 if zero.get("overlap_comm") else 1)
-    largest = max(plan.numel for plan in job.plans) if job.parameters is None else 0
+        return bucket * (2 if zero.get("overlap_comm") else 1) + (largest * width if offloaded else 0)
     live = int(zero.get("stage3_max_live_parameters", 1_000_000_000))
     gathered = max(live, largest) + int(zero.get("stage3_prefetch_bucket_size", 50_000_000))
     return bucket + min(gathered, job.numel) * width
