@@ -1,4 +1,4 @@
-"""Configurations: what is refused and how it is told; shipped ones work; public names are frozen."""
+"""Configurations: what is refused and how it is told; shipped ones work."""
 
 from __future__ import annotations
 
@@ -19,87 +19,16 @@ from ds_galore.config import (
     nearest,
     resolve_auto,
 )
-from ds_galore.errors import DsGaloreError
-from ds_galore.parameters import ALIASES, OPTIMIZERS
+from ds_galore.parameters import OPTIMIZERS
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
-def test_public_names_are_these():
-    assert sorted(ds_galore.__all__) == [
-        "APOLLOAdamW",
-        "BindingError",
-        "CheckpointMismatchError",
-        "ConfigError",
-        "DataError",
-        "DsGaloreError",
-        "FiraAdamW",
-        "GaLoreAdafactor",
-        "GaLoreAdamW",
-        "GaLoreAdamW8bit",
-        "PeerError",
-        "__version__",
-        "check_deepspeed_config",
-        "enable",
-        "load_state_dict",
-        "merge_checkpoint",
-        "reshard_checkpoint",
-    ]
-    assert all(hasattr(ds_galore, name) for name in ds_galore.__all__)
-    assert set(ds_galore.__all__) <= set(dir(ds_galore))
-    with pytest.raises(AttributeError):
-        ds_galore.nothing  # noqa: B018
-
-
-def test_every_error_has_its_own_exit_status():
-    def below(kind: type) -> list[type]:
-        return [each for child in kind.__subclasses__() for each in (child, *below(child))]
-
-    statuses = [each.exit_code for each in below(DsGaloreError)]
-    assert len(statuses) == len(set(statuses))
-
-
-COMMON = [
-    *("lr", "weight_decay", "rank", "update_proj_gap", "scale", "proj_type", "refresh", "power_iterations"),
-    *("first_basis", "adaptive_gap", "stable_overlap", "max_gap_factor", "refresh_budget", "stagger_refresh"),
-    *("reproject_moments", "target_modules", "moment_dtype", "unprojected_moment_dtype", "projector_storage"),
-    *("projector_dtype", "projector_rounding", "stochastic_rounding", "seed"),
-]
-ADAM = ["betas", "eps", "correct_bias"]
-ADAFACTOR = [
-    *("eps", "clip_threshold", "decay_rate", "beta1", "scale_parameter", "relative_step", "warmup_init"),
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "own"),
-    [
-        ("GaLoreAdamW", ADAM),
-        ("GaLoreAdamW8bit", ADAM),
-        ("GaLoreAdafactor", ADAFACTOR),
-        ("APOLLOAdamW", [*ADAM, "scaling", "norm_growth_limit"]),
-        ("FiraAdamW", [*ADAM, "norm_growth_limit"]),
-    ],
-)
-def test_hyperparameters_are_these(name, own):
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_a_hyperparameter_belongs_to_groups_or_to_the_optimizer(name):
     model = OPTIMIZERS[name]
-    assert sorted(model.model_fields) == sorted([*COMMON, *own])
-    assert all(field.description for field in model.model_fields.values())
     assert {*model.GROUP_KEYS, *model.SETTINGS, "target_modules", "projector_storage"} == set(model.model_fields)
     assert not set(model.GROUP_KEYS) & set(model.SETTINGS)
-
-
-def test_optimizers_and_their_other_names_are_these():
-    assert list(OPTIMIZERS) == ["GaLoreAdamW", "GaLoreAdamW8bit", "GaLoreAdafactor", "APOLLOAdamW", "FiraAdamW"]
-    assert dict(ALIASES) == {
-        "galore_adamw": "GaLoreAdamW",
-        "galore_adamw_8bit": "GaLoreAdamW8bit",
-        "galore_adafactor": "GaLoreAdafactor",
-        "apollo_adamw": "APOLLOAdamW",
-    }
-    from transformers.training_args import OptimizerNames
-
-    assert set(ALIASES) <= {each.value for each in OptimizerNames}
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)

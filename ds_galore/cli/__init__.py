@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import os
 import signal
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
 
 from ds_galore import __version__
-from ds_galore.cli.checkpoints import COMMANDS
-from ds_galore.cli.output import json_option, quiet_option
+from ds_galore.cli.checkpoints import COMMANDS as CHECKPOINTS
 from ds_galore.cli.planning import estimate
 from ds_galore.cli.reporting import report
-from ds_galore.errors import ConfigError, DsGaloreError
+from ds_galore.cli.starting import COMMANDS as STARTING
+from ds_galore.errors import DsGaloreError
 
 __all__ = ["main"]
 
@@ -119,31 +117,7 @@ def main(debug: bool) -> None:
     """
 
 
-@main.group()
-def config() -> None:
-    """Look at configurations."""
-
-
-@config.command("check")
-@click.argument("path", type=click.Path(path_type=Path))
-@json_option
-@quiet_option
-def check(path: Path, as_json: bool, quiet: bool) -> None:
-    """Refuse the configuration at PATH if ds_galore would, and say why (exit status 2)."""
-    from ds_galore.config import DEEPSPEED_OPTIMIZERS, check_config, load_config
-
-    config = load_config(path)
-    try:
-        check_config(config, DEEPSPEED_OPTIMIZERS)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    if as_json:
-        click.echo(json.dumps({"path": str(path), "fine": True}))
-    elif not quiet:
-        click.echo(f"{path}: fine")
-
-
-for _command in (estimate, report, *COMMANDS):
+for _command in (*STARTING, estimate, report, *CHECKPOINTS):
     main.add_command(_command)
 
 if __name__ == "__main__":

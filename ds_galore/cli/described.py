@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,7 @@ def _plans(model_config: Path, low_rank: bool, params: Mapping[str, Any], rank: 
     return optimizer.parameter_plans()
 
 
+@functools.lru_cache(maxsize=1)
 def _empty_model(path: Path) -> Any:
     """The model without its weights."""
     if not path.exists():

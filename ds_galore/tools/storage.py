@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from ds_galore.errors import ConfigError
 
-__all__ = ["Schedule", "storage"]
+__all__ = ["Schedule", "peak_storage", "storage"]
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,7 @@ def storage(schedule: Schedule, checkpoint: dict[str, Any]) -> dict[str, Any]:
     ]
     kept = len(stays)
     fulls = math.ceil(saves / schedule.full_every)
-    files = set()  # that those checkpoints consist of, by the index of the save that wrote them
-    for index in stays:
-        base = index // schedule.full_every * schedule.full_every
-        files |= set(range(base, index + 1)) if schedule.incremental else {base, index}
+    files = _files(schedule, stays)
     bases = sum(1 for index in files if index % schedule.full_every == 0)
     differences = len(files) - bases
     full, diff = checkpoint["full_compressed"], checkpoint["differential_compressed"]
@@ -79,3 +77,31 @@ def storage(schedule: Schedule, checkpoint: dict[str, Any]) -> dict[str, Any]:
         "deepspeed_written": saves * checkpoint["total"],
         "ours_written": [fulls * a + (saves - fulls) * b for a, b in zip(full, diff, strict=True)],
     }
+
+
+def _files(schedule: Schedule, stays: Iterable[int]) -> set[int]:
+    """What checkpoints consist of: the indices of the saves that wrote their files."""
+    files: set[int] = set()
+    for index in stays:
+        base = index // schedule.full_every * schedule.full_every
+        files |= set(range(base, index + 1)) if schedule.incremental else {base, index}
+    return files
+
+
+def peak_storage(schedule: Schedule, full: int, difference: int) -> int:
+    """The most bytes that checkpoints take while a run goes on: those that stay, and the next one beside them.
+
+    Parameters
+    ----------
+    schedule
+        Of which ``keep_last`` and what kinds of checkpoints there are count.
+    full, difference
+        Bytes of one.
+    """
+    keep, every = schedule.keep_last or 1, schedule.full_every
+    most = 0
+    for newest in range(keep + 2 * every):  # every way in which the kept ones can lie to their bases
+        files = _files(schedule, range(max(0, newest - keep), newest + 1))
+        bases = sum(1 for index in files if index % every == 0)
+        most = max(most, bases * full + (len(files) - bases) * difference)
+    return most
