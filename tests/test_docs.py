@@ -232,20 +232,23 @@ def test_what_runs_commands_elsewhere_is_there():
         assert not any("crashtest" in ast.unparse(each) for each in functions[name].decorator_list), where
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(blocks(page))], ids=lambda page: page.stem)
+def to_run(page: Path) -> list[tuple[Block, str, str | None]]:
+    """The commands of a page that are run here, in order, with what they print where that is told."""
+    chosen = (block for block in blocks(page) if block.language in ("sh", "console") and block.reason is None)
+    return [(block, *each) for block in chosen for each in commands(block) if runs_here(each[0])]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if to_run(page)], ids=lambda page: page.stem)
 def test_the_commands_of_a_page_do_what_it_says(place, page):
     checker = doctest.OutputChecker()
-    for block in blocks(page):
-        for command, expected in commands(block) if block.language in ("sh", "console") else ():
-            if not runs_here(command) or block.reason is not None:
-                continue
-            status, output = run(command)
-            if expected is None:
-                wanted = next((code for start, code in STATUS.items() if command.startswith(start)), 0)
-                assert status == wanted, f"{block}: {command}: {output}"
-            else:
-                same = checker.check_output(comparable(expected), comparable(output), doctest.ELLIPSIS)
-                assert same, f"{block}: {command}\nprints\n{output}\nand is said to print\n{expected}"
+    for block, command, expected in to_run(page):
+        status, output = run(command)
+        if expected is None:
+            wanted = next((code for start, code in STATUS.items() if command.startswith(start)), 0)
+            assert status == wanted, f"{block}: {command}: {output}"
+        else:
+            same = checker.check_output(comparable(expected), comparable(output), doctest.ELLIPSIS)
+            assert same, f"{block}: {command}\nprints\n{output}\nand is said to print\n{expected}"
 
 
 def test_commands_that_are_not_run_are_well_formed():
@@ -280,11 +283,18 @@ def test_commands_in_the_text_exist():
 # ---------------------------------------------------------------------- blocks of Python and JSON
 
 
-@pytest.mark.parametrize("block", all_blocks("python"), ids=str)
+def test_python_can_be_compiled():
+    for block in all_blocks("python"):
+        compile(block.text, str(block), "exec")
+
+
+def is_run_here(block: Block) -> bool:
+    return block.reason is None and not any(key in block.text for key in PYTHON_ELSEWHERE)
+
+
+@pytest.mark.parametrize("block", [block for block in all_blocks("python") if is_run_here(block)], ids=str)
 def test_python_runs(place, block):
     code = compile(block.text, str(block), "exec")
-    if block.reason is not None or any(key in block.text for key in PYTHON_ELSEWHERE):
-        return
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 192), nn.Linear(192, 256))
     galore, others = [[p for p in model.parameters() if (p.dim() == 2) is wanted] for wanted in (True, False)]
