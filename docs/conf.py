@@ -17,6 +17,7 @@ extensions = ["myst_parser", "sphinx_click", "config_reference"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_ext"]
 nitpicky = True
+smartquotes = False  # would make dashes of the hyphens of options
 # Blocks without a language are no Python; those with one are highlighted, and a syntax error in them is a warning.
 highlight_language = "none"
 

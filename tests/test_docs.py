@@ -263,11 +263,17 @@ def test_commands_that_are_not_run_are_well_formed():
                 assert set(own) <= options, f"{block}: {set(own) - options}"
 
 
-def test_commands_in_the_text_exist():
+def test_commands_and_files_in_the_text_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in PAGES:
         for token in inline(page, "code_inline"):
             words = token.content.split()
+            files = [
+                word
+                for word in words
+                if re.fullmatch(r"(benchmarks|configs|docs|ds_galore|launch|tests)/\S+\.\w+", word)
+            ]
+            assert not [file for file in files if not (ROOT / file).exists()], f"{page}: {token.content}"
             if words[0] == "make" and len(words) > 1:
                 assert words[1] in targets, f"{page}: {token.content}"
             if words[0] == "ds-galore" and len(words) > 1 and words[1].isalpha():
