@@ -24,6 +24,7 @@ __all__ = [
     "TOP_LEVEL_KEYS",
     "CheckpointConfig",
     "DsGaloreConfig",
+    "MonitorConfig",
     "check_config",
     "load_config",
     "resolve_auto",
@@ -180,12 +181,24 @@ class CheckpointConfig(BaseModel):
         return self
 
 
+class MonitorConfig(BaseModel):
+    """``ds_galore.monitor``: what a run tells about refreshes and saves, beside what goes to DeepSpeed's monitors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    log: Annotated[
+        str | None,
+        Field(min_length=1, description="File that the first rank appends events to, for `ds-galore report`."),
+    ] = None
+
+
 class DsGaloreConfig(BaseModel):
     """The ``ds_galore`` section of a DeepSpeed configuration."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     checkpoint: Annotated[CheckpointConfig | None, Field(description="Checkpoints in our format.")] = None
+    monitor: Annotated[MonitorConfig | None, Field(description="What a run tells about itself.")] = None
 
 
 def validate(model: type[Model], values: Mapping[str, Any], *, where: str) -> Model:

@@ -15,7 +15,16 @@ from typing import Any
 
 import torch
 
-from ds_galore.config import GALORE_OPTIMIZERS, DsGaloreConfig, check_config, nearest, section, validate
+from ds_galore import huggingface
+from ds_galore.config import (
+    GALORE_OPTIMIZERS,
+    CheckpointConfig,
+    DsGaloreConfig,
+    check_config,
+    nearest,
+    section,
+    validate,
+)
 from ds_galore.errors import BindingError, ConfigError
 from ds_galore.optim import galore
 from ds_galore.optim.optimizer import LowRankOptimizer
@@ -52,6 +61,7 @@ def enable() -> None:
     _wrap(DeepSpeedEngine, "_do_optimizer_sanity_check", _checked_when_built)
     _wrap(DeepSpeedEngine, "_configure_optimizer", _attached)
     _wrap(DeepSpeedEngine, "_configure_checkpointing", _with_checkpoints)
+    huggingface.register()
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
@@ -133,15 +143,26 @@ def _built_with_model(original: Callable[..., Any], engine: Any, model_parameter
 
 
 def _with_checkpoints(original: Callable[..., Any], engine: Any) -> Any:
-    """Put our checkpoint engine in place of DeepSpeed's where the configuration asks for it."""
+    """Put our checkpoint engine in place of DeepSpeed's where the configuration asks for it; watch the run likewise."""
     ours = validate(DsGaloreConfig, section(engine._config._param_dict, "ds_galore"), where="ds_galore")
+    from ds_galore.monitoring.monitor import Monitor
+
+    settings = Monitor.wanted(engine, ours.monitor)
+    monitor = None if settings is None else Monitor(engine, settings)
     if ours.checkpoint is None:
-        return original(engine)
+        original(engine)
+    else:
+        _put_checkpoints(original, engine, ours.checkpoint, monitor)
+    if monitor is not None:
+        monitor.start()
+
+
+def _put_checkpoints(original: Callable[..., Any], engine: Any, settings: CheckpointConfig, monitor: Any) -> None:
     from deepspeed.runtime import engine as module
 
     from ds_galore.checkpoint.engine import SaveEngine
 
-    made = SaveEngine(ours.checkpoint)
+    made = SaveEngine(settings, monitor)
     theirs = module.create_checkpoint_engine
     try:
         module.create_checkpoint_engine = lambda **_: made  # called by this name, once, below
@@ -158,6 +179,7 @@ def _with_checkpoints(original: Callable[..., Any], engine: Any) -> Any:
         made.begin()
         result = save(save_dir, tag, *args, **kwargs)
         made.finish(bool(bound.arguments["save_latest"]))
+        made.returned()
         return result
 
     load = engine.load_checkpoint
@@ -188,7 +210,6 @@ def _with_checkpoints(original: Callable[..., Any], engine: Any) -> Any:
     engine._copy_recovery_script = copy_recovery_script
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
     engine._get_all_ckpt_names, engine._load_zero_checkpoint = get_all_ckpt_names, load_zero_checkpoint
-    return None
 
 
 def check_deepspeed_config(config: dict[str, Any], *, client_optimizer: Any = None) -> None:

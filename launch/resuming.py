@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -146,3 +147,22 @@ def newest_intact(directory: Path, *, up_to_step: int = sys.maxsize) -> str | No
 def is_ours(directory: Path, tag: str) -> bool:
     """Whether a checkpoint is of our format, which any number of ranks can load."""
     return (directory / tag / MANIFEST).exists()
+
+
+def newest_complete(root: Path, names: Sequence[str]) -> Path | None:
+    """The newest of the directories that the Trainer or Accelerate made in which nothing is missing or wrong.
+
+    Parameters
+    ----------
+    root
+        Where they are.
+    names
+        Files that are written beside our checkpoint, without which a run cannot go on exactly.
+    """
+    found = [each for each in root.glob("checkpoint[-_]*") if each.name[len("checkpoint_") :].isdecimal()]
+    for each in sorted(found, key=lambda path: int(path.name[len("checkpoint_") :]), reverse=True):
+        ours = any(each.glob(f"*/{MANIFEST}"))
+        saved = (each / "latest").is_file() and (not ours or newest_intact(each) is not None)
+        if saved and all((each / name).is_file() for name in names):
+            return each
+    return None

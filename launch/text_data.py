@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset, Sampler
 
 from ds_galore import DataError
 
@@ -191,3 +192,46 @@ class SampleOrder:
             self.consumed += len(part)
             number -= len(part)
         return torch.cat(taken)
+
+
+class Windows(Dataset[dict[str, Tensor]]):
+    """Token windows as samples of a causal language model, for a DataLoader.
+
+    Parameters
+    ----------
+    tokens
+        ``(count, length)``, integers.
+    """
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        window = self._tokens[index].long()
+        return {"input_ids": window, "labels": window}
+
+
+class InOrder(Sampler[int]):
+    """:class:`SampleOrder` for a DataLoader: the samples of the whole job, which are dealt out to the ranks in batches.
+
+    Parameters
+    ----------
+    count
+        Number of windows.
+    samples
+        How many are taken in all.
+    seed
+        Of the permutations.
+    """
+
+    def __init__(self, count: int, samples: int, *, seed: int) -> None:
+        self._count, self._samples, self._seed = count, samples, seed
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __iter__(self) -> Iterator[int]:
+        yield from SampleOrder(self._count, seed=self._seed).take(self._samples).tolist()

@@ -27,12 +27,12 @@ import torch.distributed as dist
 import ds_galore
 from ds_galore.config import GALORE_OPTIMIZERS, load_config, resolve_auto, section
 from ds_galore.errors import ConfigError, DataError, DsGaloreError
-from ds_galore.optim.optimizer import LowRankOptimizer
+from ds_galore.monitoring.accounting import memory_plans
 from ds_galore.optim.targets import describe_model, select_targets
-from ds_galore.tools.memory import ParameterPlan, plan_memory
 from ds_galore.zero.group import RankGroup
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from models import MODELS, build_model, dtype_of, load_model_config
 from reporting import Metrics, Progress, show_memory
 from resuming import (
     INTERRUPTED,
@@ -45,8 +45,6 @@ from resuming import (
     set_random_states,
 )
 from text_data import Corpus, SampleOrder, load_corpus
-
-MODELS = Path(__file__).resolve().parent.parent / "configs" / "models"
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -132,6 +130,10 @@ def read_config(arguments: argparse.Namespace) -> dict[str, Any]:
             "train_micro_batch_size_per_gpu": 8,
         },
     )
+    ours = section(resolved, "ds_galore")
+    if not section(ours, "monitor").get("log"):
+        log = str(Path(arguments.output) / "ds_galore.jsonl")
+        resolved["ds_galore"] = {**ours, "monitor": {**section(ours, "monitor"), "log": log}}
     stage = section(resolved, "zero_optimization").get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"zero_optimization.stage is {stage!r}: launch/train.py trains with stages 0 to 3")
@@ -174,51 +176,6 @@ def connect() -> RankGroup:
     if group.world_size != expected:
         raise ConfigError(f"the launcher started {expected} ranks, and {group.world_size} are connected")
     return group
-
-
-def load_model_config(name: str) -> tuple[Any, Path | None]:
-    """The model's Hugging Face configuration, and the directory of its weights if there are any."""
-    from transformers import AutoConfig
-
-    path = MODELS / f"{name}.json" if (MODELS / f"{name}.json").is_file() else Path(name)
-    if not path.exists():
-        names = ", ".join(sorted(each.stem for each in MODELS.glob("*.json")))
-        raise DataError(f"--model {name}: neither a known size ({names}) nor a directory or file")
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise DataError(f"--model {name}: the directory has no config.json")
-    try:
-        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
-    except Exception as error:  # noqa: BLE001 - transformers raises many kinds for files it cannot use
-        raise DataError(f"--model {name}: cannot be loaded: {str(error).splitlines()[0]}") from None
-    weights = path.is_dir() and any([*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")])
-    return config, path if weights else None
-
-
-def build_model(model_config: Any, weights: Path | None, config: dict[str, Any], *, seed: int) -> torch.nn.Module:
-    """The model; under ZeRO-3 it is partitioned while it is built and never whole on a rank."""
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig
-
-    zero3 = section(config, "zero_optimization").get("stage") == 3
-    keep = HfDeepSpeedConfig(config) if zero3 else None  # transformers looks for it while it is alive
-    dtype = torch.float32
-    for key, value in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        if section(config, key).get("enabled"):
-            dtype = value
-    torch.manual_seed(seed)
-    model_config.use_cache = False
-    try:
-        if weights is not None:
-            model = AutoModelForCausalLM.from_pretrained(
-                str(weights), config=model_config, dtype=dtype, local_files_only=True
-            )
-        else:
-            model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise DataError(f"--model {weights or ''}: cannot be built: {str(error).splitlines()[0]}") from None
-    del keep
-    return model
 
 
 def open_metrics(output: str, *, enabled: bool) -> Metrics:
@@ -416,25 +373,6 @@ def memory_in_use() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def element_sizes(engine: Any) -> dict[str, Any]:
-    """What an element of weights, master weights and gradients takes, from the tensors that DeepSpeed made of them."""
-    zero = engine.optimizer
-    if not hasattr(zero, "fp32_partitioned_groups_flat"):  # no ZeRO: whole weights and gradients of their dtype
-        size = next(engine.module.parameters()).element_size()
-        masters = 4 if hasattr(zero, "fp32_groups") else 0  # FP16_UnfusedOptimizer's copies
-        return {"weight_bytes": size, "master_bytes": masters, "gradient_bytes": size, "stage": 0}
-    weights, masters = zero.fp16_partitioned_groups_flat[0], zero.fp32_partitioned_groups_flat[0]
-    shared = weights.data_ptr() == masters.data_ptr()
-    gradients = zero.grad_partitions_flat_buffer.element_size()
-    if zero.offload_optimizer:  # a second copy, where the masters are
-        gradients += masters.element_size()
-    return {
-        "weight_bytes": weights.element_size(),
-        "master_bytes": 0 if shared else masters.element_size(),
-        "gradient_bytes": gradients,
-    }
-
-
 def announce(engine: Any, corpus: Corpus, world_size: int) -> None:
     """Print what is about to be trained, and the memory table."""
     trained = [p for p in engine.module.parameters() if p.requires_grad]
@@ -444,19 +382,9 @@ def announce(engine: Any, corpus: Corpus, world_size: int) -> None:
         f" validation tokens from {corpus.source}",
         file=sys.stderr,
     )
-    if int(engine.zero_optimization_stage()) in (1, 2):
-        return  # what DeepSpeed makes of gradients there has not been compared with the table
-    optimizer = engine.basic_optimizer
-    adamw = [ParameterPlan("", number) for number in numbers]
-    plans = optimizer.parameter_plans() if isinstance(optimizer, LowRankOptimizer) else adamw
-    options = {"world_size": world_size, **element_sizes(engine)}
-    own = dict(options)
-    if isinstance(optimizer, LowRankOptimizer):
-        own["sharded"] = optimizer.shards_projectors(world_size)
-        own["kept"] = optimizer.kept
-    ranks = [plan_memory(plans, rank=rank, **own) for rank in range(world_size)]
-    largest = max(ranks, key=lambda plan: plan.total)
-    show_memory(largest, plan_memory(adamw, **options), optimizer=type(optimizer).__name__, world_size=world_size)
+    plans = memory_plans(engine, world_size)
+    if plans is not None:
+        show_memory(*plans, optimizer=type(engine.basic_optimizer).__name__, world_size=world_size)
 
 
 def train(arguments: argparse.Namespace, group: RankGroup) -> int:
@@ -475,7 +403,8 @@ def train(arguments: argparse.Namespace, group: RankGroup) -> int:
         metrics = open_metrics(arguments.output, enabled=group.rank == 0)
     import deepspeed
 
-    model = build_model(model_config, weights, config, seed=arguments.seed)
+    zero3 = config if section(config, "zero_optimization").get("stage") == 3 else None
+    model = build_model(model_config, weights, dtype=dtype_of(config), seed=arguments.seed, zero3=zero3)
     with group.together():
         check_targets(model, config)
     if arguments.gradient_checkpointing:

@@ -17,10 +17,11 @@ import contextlib
 import io
 import logging
 import secrets
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,10 @@ from ds_galore.tools.zero_to_fp32 import SCRIPT
 from ds_galore.zero.binding import flat_parts
 from ds_galore.zero.group import Guard, RankGroup
 
+if TYPE_CHECKING:
+    from ds_galore.monitoring.monitor import Monitor
+    from ds_galore.monitoring.saves import SaveRecord
+
 __all__ = ["SaveEngine"]
 
 logger = logging.getLogger(__name__)
@@ -61,12 +66,16 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
     ----------
     settings
         The ``ds_galore.checkpoint`` section.
+    monitor
+        Told what becomes of saves, if the run is watched.
     """
 
-    def __init__(self, settings: CheckpointConfig) -> None:
+    def __init__(self, settings: CheckpointConfig, monitor: Monitor | None = None) -> None:
         super().__init__(None)
         self.name = "ds_galore"
-        self._settings = settings
+        self._settings, self._monitor = settings, monitor
+        self._record: SaveRecord | None = None
+        self._begun = 0.0
         self._compressor = Compressor(settings.compression.codec, settings.compression.level)
         self._engine: Any = lambda: None
         self._guard = Guard()
@@ -161,6 +170,8 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             (job, work), self._flight = self._flight, None
             job.leaving = True
             work.wait()
+            if self._monitor is not None:
+                self._monitor.flush()
             error = work.error or work.follow_up_error
             if error is not None:
                 raise error
@@ -189,6 +200,8 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             _vote(group, guard)
         except BaseException as error:
             self._flight, self._told = None, False
+            if job.record is not None:
+                job.record.failed(f"{type(error).__name__}: {error}")
             job.abandoned = True  # rank 0 need not wait for ranks that have nothing to tell
             work.wait()
             self._release(job)
@@ -198,11 +211,21 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         self._flight = None
         self._count(job)
         self._adopt(job)
+        if self._monitor is not None:
+            self._monitor.flush()
 
     def begin(self) -> None:
         """Wait for the save in flight, before another. Collective; raises as :meth:`wait`."""
+        self._begun = time.monotonic()
         self.wait()
+        if self._monitor is not None:
+            self._monitor.waited(self._engine().global_steps, time.monotonic() - self._begun)
         self._guard = Guard()
+
+    def returned(self) -> None:
+        """``save_checkpoint`` is about to return to the user."""
+        if self._record is not None:
+            self._record.returned(time.monotonic() - self._begun)
 
     def finish(self, save_latest: bool) -> None:
         """Copy what :meth:`save` took, and have it written. Collective; fails on all ranks together."""
@@ -214,6 +237,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         rounded = _agree_on_rounded(engine, group, guard)
         plan = guard.run(lambda: plan_save(StateMap(engine, rounded), pending), lambda: ([], [], {}))
         kind, base = self._next_kind()
+        self._record = None
         if not self._token:  # agreed on once; with the number of the save it tells this attempt from any other
             self._token = f"{int(group.broadcast(torch.tensor([secrets.randbits(62)]), 0)):016x}"
         self._saves += 1
@@ -236,6 +260,9 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
                 try_to_keep(self._last_dir)  # with what the trainer has written beside since
         self._last_dir = store.directory
         self._told = False
+        if self._monitor is not None:
+            self._record = job.record = self._monitor.record(job.metadata["step"], job.tag, job.kind)
+            job.record.begin = self._begun
         self._flight = job, Background(job.write, job.commit)
         if not self._settings.asynchronous:
             self.wait()

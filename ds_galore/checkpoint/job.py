@@ -32,6 +32,7 @@ from ds_galore.checkpoint.siblings import is_rotated, try_to_keep
 from ds_galore.checkpoint.store import CheckpointStore, Shard
 from ds_galore.config import CheckpointConfig
 from ds_galore.errors import PeerError
+from ds_galore.monitoring.saves import SaveRecord
 
 __all__ = ["Factors", "Plan", "Range", "SaveJob", "plan"]
 
@@ -110,6 +111,8 @@ class SaveJob:
     written: dict[tuple[str, int], Bits] = field(default_factory=dict)
     seconds: float = 0.0
     encoded_bytes: int = 0
+    logical_bytes: int = 0
+    record: SaveRecord | None = None  # where somebody watches
     leaving: bool = False  # nobody will call wait() any more
     abandoned: bool = False  # some rank could not write its part
 
@@ -129,10 +132,16 @@ class SaveJob:
                     compressor=self.compressor,
                 )
             states = {name: self.store.write_state(self.tag, name, json.dumps(v)) for name, v in self.states.items()}
-            report = {"files": [asdict(each) for each in files], "states": {k: asdict(v) for k, v in states.items()}}
+            report = {
+                "files": [asdict(each) for each in files],
+                "states": {k: asdict(v) for k, v in states.items()},
+                "logical_bytes": self.logical_bytes,
+            }
             self.encoded_bytes = files[-1].bytes
         except BaseException as error:
             self._try_to_tell({"error": f"{type(error).__name__}: {error}"})
+            if self.rank == 0:
+                self._tell_failure(f"{type(error).__name__}: {error}")
             raise
         self.hook("telling")
         replace_file(self._done(self.rank), [json.dumps(report).encode()])
@@ -147,6 +156,7 @@ class SaveJob:
             if lossy == "bf16":
                 flat = flat.to(torch.bfloat16)
             bits, dtype = to_bits(flat)
+            self.logical_bytes += piece.numel * self.copies[each.copy].element_size()
             shape = piece.shape if each.scale == 1 else (*piece.shape, each.scale)
             start = each.key[1]
             int8 = "int8" if lossy == "int8" else None
@@ -173,8 +183,20 @@ class SaveJob:
 
     def commit(self, ok: bool) -> None:
         """On rank 0: when all ranks have written, declare the checkpoint complete."""
-        if self.rank != 0 or not ok:
+        if self.rank != 0:
             return
+        try:
+            if ok:
+                self._commit()
+        except BaseException as error:
+            self._tell_failure(f"{type(error).__name__}: {error}")
+            raise
+
+    def _tell_failure(self, message: str) -> None:
+        if self.record is not None:
+            self.record.failed(message)
+
+    def _commit(self) -> None:
         reports = [self._await_report(rank) for rank in range(self.world_size)]
         files = [[FileRecord(**each) for each in report["files"]] for report in reports]
         states = {name: FileRecord(**each) for report in reports for name, each in report["states"].items()}
@@ -182,6 +204,9 @@ class SaveJob:
         self.store.commit(
             self.tag, files, base=base, kind=self.kind, metadata=self.metadata, latest=self.latest, states=states
         )
+        if self.record is not None:
+            new = sum(report["files"][-1]["bytes"] for report in reports) + sum(each.bytes for each in states.values())
+            self.record.durable(new, sum(report["logical_bytes"] for report in reports))
         if is_rotated(self.store.directory):
             try_to_keep(self.store.directory)
         if self.settings.keep_last is not None:

@@ -96,7 +96,8 @@ class Matrix:
 
     def narrow(self, flat: Tensor) -> Tensor:
         """This rank's elements of the matrix in a flat tensor: a view ``(numel,)``."""
-        return flat.view(-1).narrow(0, self.offset, self.layout.local.numel)
+        numel = self.layout.local.numel
+        return flat.view(-1) if flat.numel() == numel else flat.view(-1).narrow(0, self.offset, numel)
 
 
 def shard_rows(rows: int, world_size: int) -> int:

@@ -25,6 +25,7 @@ from ds_galore.optim.plan import FlatPlan, compute_dtype, decide, plain_value, r
 from ds_galore.optim.states import StateTensor, effective, plain_tensors, projected_tensors
 from ds_galore.optim.step import FlatStep
 from ds_galore.optim.walks import Rule
+from ds_galore.optim.watching import Watch
 from ds_galore.parameters import LowRankParameters
 from ds_galore.tools.memory import Kept, ParameterPlan
 from ds_galore.tools.optimizers import configured, optimizer_named
@@ -109,6 +110,8 @@ class LowRankOptimizer(Optimizer):
         self._holder: Callable[[], object] = lambda: None
         self._said: set[str] = set()
         self._failed = False
+        #: Where it is set, on all ranks alike, told of refreshes.
+        self.watch: Watch | None = None
         if self._decisions.ignored:
             _warn("target_modules match %s, which cannot be projected: ignored", ", ".join(self._decisions.ignored))
         if self._decisions.too_small:
@@ -259,7 +262,15 @@ class LowRankOptimizer(Optimizer):
                     self.state[tensor] = _StatesByName(self.state[tensor])
                 state: State = self.state[tensor]
                 step = FlatStep(
-                    tensor, tensor.grad, group, plan, state, self._parameters, self._rule, self._say_skipped
+                    tensor,
+                    tensor.grad,
+                    group,
+                    plan,
+                    state,
+                    self._parameters,
+                    self._rule,
+                    self._say_skipped,
+                    self.watch,
                 )
                 step.run()
         self._failed = False

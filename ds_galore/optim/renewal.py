@@ -6,6 +6,7 @@ its neighbours.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from ds_galore.optim.plan import Batch
 from ds_galore.optim.refresh import RefreshJob, refresh_bases
 from ds_galore.optim.schedule import set_gap, starts_at_random
 from ds_galore.optim.states import projected_tensors
+from ds_galore.optim.watching import Refreshed, Watch
 
 if TYPE_CHECKING:
     from ds_galore.optim.step import FlatStep
@@ -45,9 +47,12 @@ class Renewal:
         self._step, self._side, self._planned = step, batch.side, batch.matrices
         self._matrices, self._states, self._bases = matrices, states, bases
         self._group, self._guard, self._parameters = step.plan.group, step.guard, step.parameters
+        self._overlaps: dict[int, float] = {}
+        self._seconds = 0.0
 
     def run(self, numbers: Sequence[int]) -> list[int]:
         """Renew those bases of which something is known, and carry the moments over; which ones they were."""
+        begin = time.perf_counter()
         found = self._drawn(numbers) if self._parameters.refresh == "random" else self._found(numbers)
         changed, carried, old, new = [], [], [], []
         for number, (rank, used, stored) in found.items():
@@ -68,11 +73,42 @@ class Renewal:
             state["has_basis"] = 1
             changed.append(number)
             self._bases[number] = used
-        if carried and (self._parameters.reproject_moments or self._parameters.adaptive_gap):
+        watched = self._step.watch is not None and self._parameters.refresh != "random"
+        if carried and (self._parameters.reproject_moments or self._parameters.adaptive_gap or watched):
             self._carry(carried, old, new)
         for number, (rank, _, _) in found.items():
             self._matrices[number] = self._matrices[number].at_rank(rank)
+        self._seconds = time.perf_counter() - begin
         return changed
+
+    def report(self, watch: Watch, low_rank: Mapping[int, Tensor]) -> None:
+        """Tell what the new bases are worth. Collective.
+
+        Parameters
+        ----------
+        low_rank
+            By the number of a renewed matrix, its low-rank gradient, whole on the rows of the moments.
+        """
+        energies: dict[int, float] = {}
+        if self._parameters.refresh != "random":
+
+            def squares() -> Tensor:
+                found = []
+                for number, rows in low_rank.items():
+                    matrix = self._matrices[number]
+                    found += [rows[self._side.counted(matrix)], self._step.gradient(matrix)]
+                return torch.stack([torch.linalg.vector_norm(each).square() for each in found])
+
+            packed = self._guard.run(squares, lambda: self._step.like.new_zeros(2 * len(low_rank)))
+            sums = iter(self._group.all_reduce(packed).tolist())
+            pairs = {number: (inside, whole) for number, inside, whole in zip(low_rank, sums, sums, strict=False)}
+            energies = {number: min(inside / whole, 1.0) for number, (inside, whole) in pairs.items() if whole}
+        for number in low_rank:
+            matrix = self._matrices[number]
+            watch.refreshed.append(
+                Refreshed(matrix.name, matrix.rank, energies.get(number), self._overlaps.get(number))
+            )
+        watch.seconds += self._seconds
 
     def _drawn(self, numbers: Sequence[int]) -> dict[int, tuple[int, Tensor, dict[str, Any]]]:
         """The next random bases."""
@@ -181,13 +217,14 @@ class Renewal:
         side, guard, parameters = self._side, self._guard, self._parameters
         matrices = [self._matrices[number] for number in numbers]
         transitions = side.transitions(matrices, old, new, self._group, guard)
+        if parameters.adaptive_gap or self._step.watch is not None:
+            overlaps = guard.run(
+                lambda: [float(each.square().sum()) / min(each.shape) for each in transitions],
+                lambda: [0.0] * len(numbers),
+            )
+            self._overlaps = dict(zip(numbers, overlaps, strict=True))
         if parameters.adaptive_gap:
-
-            def unstable_ones() -> list[bool]:
-                overlaps = [float(each.square().sum()) / min(each.shape) for each in transitions]
-                return [overlap < parameters.stable_overlap for overlap in overlaps]
-
-            marks = guard.run(unstable_ones, lambda: [False] * len(numbers))
+            marks = [overlap < parameters.stable_overlap for overlap in overlaps]
             for number, unstable in zip(numbers, self._step.vote(marks), strict=True):
                 set_gap(self._states[number], stable=not unstable, largest=parameters.max_gap_factor)
         if not parameters.reproject_moments:

@@ -186,16 +186,15 @@ class Adafactor(Rule):
         squares = low_rank.square()
         row, column = step.read("exp_avg_sq_row"), step.read("exp_avg_sq_col")
         row[:own].mul_(decay).add_(squares[:own].mean(dim=1, keepdim=True).add_(group["eps"][0]), alpha=1.0 - decay)
-        sums = yield torch.cat([squares[counted].sum(dim=0), row[counted].sum().view(1), _square(step.weight).view(1)])
+        sums = yield torch.cat([squares[counted].sum(dim=0), row[counted].sum().view(1), self._weight_squares(step)])
         column.mul_(decay).add_((sums[:-2] / rows).add_(group["eps"][0]), alpha=1.0 - decay)
         step.write("exp_avg_sq_row", row)
         step.write("exp_avg_sq_col", column)
         update = low_rank
         update[:own].mul_((row[:own] / (sums[-2] / rows)).rsqrt_()).mul_(column.rsqrt())
         total = yield _square(update[counted]).view(1)
-        self._clip(update, total, rows * step.matrix.rank, group)
         rate = self._rate(step, sums[-1], math.prod(step.matrix.layout.shape))
-        update.mul_(rate)
+        update.mul_(self._clipped(total, rows * step.matrix.rank, group).reciprocal_().mul_(rate))
         if self.parameters.beta1 is not None:
             exp_avg = step.read("exp_avg")
             exp_avg.lerp_(update, 1.0 - self.parameters.beta1)
@@ -205,8 +204,16 @@ class Adafactor(Rule):
         return Update(direction, -group["scale"], 1.0 - rate * group["weight_decay"])
 
     @staticmethod
-    def _clip(update: Tensor, total: Tensor, numel: int, group: Mapping[str, Any]) -> None:
-        update.div_((total / numel).sqrt_().div_(group["clip_threshold"]).clamp_(min=1.0))
+    def _weight_squares(step: AnyStep) -> Tensor:
+        """This rank's share of the weights' squared norm, ``(1,)``, where the rule asks for it."""
+        if not step.group["scale_parameter"]:
+            return step.grad().new_zeros(1)
+        return _square(step.weight()).view(1)
+
+    @staticmethod
+    def _clipped(total: Tensor, numel: int, group: Mapping[str, Any]) -> Tensor:
+        """What an update of a squared norm is divided by, ``(1,)``: its root mean square, where that is too large."""
+        return (total / numel).sqrt_().div_(group["clip_threshold"]).clamp_(min=1.0)
 
     @staticmethod
     def _rate(step: AnyStep, weight_squares: Tensor, numel: int) -> float:
@@ -232,7 +239,7 @@ class Adafactor(Rule):
         state["step"] += 1
         decay = adafactor_decay(state["step"], group["decay_rate"])
         grad, numel = step.grad(), math.prod(step.plain.shape)
-        weight_squares = _square(step.weight).view(1)
+        weight_squares = self._weight_squares(step)
         if matrix is None:
             yield grad.new_zeros((0, 1))
             sums = yield torch.cat([grad.new_zeros(1), weight_squares])
@@ -254,9 +261,8 @@ class Adafactor(Rule):
             local.multiply(update, rows=(row / (sums[-2] / rows)).rsqrt_().view(-1))
             local.multiply(update, columns=column.rsqrt().view(-1))
         total = yield _square(update).view(1)
-        self._clip(update, total, numel, group)
         rate = self._rate(step, sums[-1], numel)
-        update.mul_(rate)
+        update.mul_(self._clipped(total, numel, group).reciprocal_().mul_(rate))
         if self.parameters.beta1 is not None:
             exp_avg = step.read("exp_avg")
             exp_avg.view(-1).lerp_(update, 1.0 - self.parameters.beta1)

@@ -151,7 +151,7 @@ class AnyStep:
     state: State
     group: Mapping[str, Any]
     slots: Mapping[str, Slot]
-    weight: Tensor
+    weight: Callable[[], Tensor]
     grad: Callable[[], Tensor]
     seed: int
 
@@ -169,7 +169,7 @@ class ProjectedStep(AnyStep):
     state, group, slots
         Its state, its parameter group, and what the rule keeps.
     weight
-        This rank's elements, ``(numel,)``.
+        Gives this rank's elements, ``(numel,)``.
     grad
         Gives this rank's elements of the gradient in the dtype that is computed in.
     seed

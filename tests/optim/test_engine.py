@@ -253,7 +253,7 @@ def memory(settings: dict[str, Any], extra: dict[str, Any]) -> dict[str, int]:
     jobs.train(engine, jobs.batches(2, world_size))
     zero, optimizer = engine.optimizer, engine.basic_optimizer
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "launch"))
-    from train import element_sizes
+    from ds_galore.monitoring.accounting import element_sizes
 
     def size(tensors: Any) -> int:
         return sum(each.numel() * each.element_size() for each in tensors)
