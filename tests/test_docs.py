@@ -409,6 +409,9 @@ def test_words_for_values_are_those_of_json():
     assert (found["rank.energy"].allowed, found["rank.max"].default) == ("0 < number < 1", "required")
     assert found["proj_type"].allowed == '`"right"`, `"left"`, `"std"`, `"reverse_std"`'
     assert found["target_modules"].allowed == "string, list of strings, `null`"
+    assert [key.allowed for key in keys_of(DsGaloreConfig) if key.name == "monitor.log"] == [
+        "string, not empty, `null`"
+    ]
 
 
 def headings(page: Path) -> set[str]:

@@ -79,7 +79,7 @@ def _allowed(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     if origin is Annotated:
         return _allowed(arguments[0], [*arguments[1:], *metadata])
     if origin in (Union, types.UnionType):  # what holds for the union holds for the number in it
-        return ", ".join(_allowed(each, metadata if each in (int, float) else ()) for each in arguments)
+        return ", ".join(_allowed(each, metadata if each in (int, float, str) else ()) for each in arguments)
     if origin is Literal:
         return ", ".join(_json(each) for each in arguments)
     if origin is list:
@@ -92,6 +92,8 @@ def _allowed(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     known = {bool: "`true`, `false`", int: "integer", float: "number", str: "string", type(None): "`null`"}
     if annotation not in known:
         raise TypeError(f"{annotation!r} has no words in docs/_ext/config_reference.py")
+    if annotation is str and list(_flat(metadata)) == [annotated_types.MinLen(1)]:
+        return "string, not empty"
     return _limited(known[annotation], metadata)
 
 
