@@ -22,7 +22,7 @@ import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import ds_galore
-from ds_galore.config import load_config
+from ds_galore.config import load_config, section
 from ds_galore.errors import DsGaloreError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -113,6 +113,8 @@ def training_arguments(arguments: argparse.Namespace, config: dict[str, Any]) ->
         return otherwise if value == "auto" else int(value)
 
     cpu = not torch.cuda.is_available()
+    optimizer = section(config, "optimizer", "params")
+    beta1, beta2 = optimizer.get("betas", (0.9, 0.999))
     best = (
         {"metric_for_best_model": "eval_loss", "greater_is_better": False} if arguments.load_best_model_at_end else {}
     )
@@ -124,7 +126,13 @@ def training_arguments(arguments: argparse.Namespace, config: dict[str, Any]) ->
         max_steps=arguments.steps,
         per_device_train_batch_size=fixed("train_micro_batch_size_per_gpu", arguments.batch),
         gradient_accumulation_steps=fixed("gradient_accumulation_steps", 1),
-        learning_rate=arguments.lr,
+        # The Trainer refuses a configuration that says otherwise than its own arguments.
+        learning_rate=optimizer.get("lr", arguments.lr),
+        weight_decay=optimizer.get("weight_decay", 0.0),
+        adam_beta1=beta1,
+        adam_beta2=beta2,
+        adam_epsilon=optimizer.get("eps", 1e-8),
+        max_grad_norm=config.get("gradient_clipping", 1.0),
         warmup_steps=max(2, arguments.steps // 10),
         optim=arguments.optim,
         optim_target_modules=arguments.optim_target_modules,

@@ -120,7 +120,7 @@ def _of_its_own(optimizer: Any) -> list[str]:
     if optimizer.moment_dtype is not None:
         found.append("moment_dtype")
     if optimizer.refresh == "random":
-        found.append("refresh")
+        found += ["refresh", "projector_dtype", "projector_storage"]
     return found
 
 
