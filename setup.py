@@ -47,6 +47,7 @@ setup(
             "accelerate>=1.1",
             "tqdm>=4.60",
             "fira",
+            "peft",
             "galore-torch",
             "hypothesis",
             "lz4>=4.0",

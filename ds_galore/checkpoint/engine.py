@@ -19,7 +19,7 @@ import logging
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from torch import Tensor
 from ds_galore.checkpoint.base import Base, OpenBase, Source, in_budget
 from ds_galore.checkpoint.codecs import Compressor
 from ds_galore.checkpoint.errors import DamageError, FormatError, NotCommittedError
-from ds_galore.checkpoint.files import replace_file, sync_directory
+from ds_galore.checkpoint.files import FileRecord, replace_file, sync_directory
 from ds_galore.checkpoint.job import Factors, Plan, SaveJob
 from ds_galore.checkpoint.job import plan as plan_save
 from ds_galore.checkpoint.loading import PreparedLoad, is_placeholder, load_file
@@ -85,6 +85,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         self._buffers = HostBuffers()
         self._base: Base | None = None
         self._base_copies: list[Tensor] = []  # the memory of the base's arrays
+        self._frozen: tuple[FileRecord, list[Path]] | None = None  # of this rank, and where it may be linked from
         self._flight: tuple[SaveJob, Background] | None = None
         self._last_dir: Path | None = None
         self._token, self._saves = "", 0
@@ -316,6 +317,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         for made in (store.path(tag), store.directory) if group.rank == 0 else ():
             sync_directory(made.parent)
         linked = store.link(tag, group.rank, base.reader) if base is not None else []
+        frozen = self._link_frozen(store, tag)
         saves = 1 if base is None else base.base.saves + 1
         metadata = {
             "step": engine.global_steps,
@@ -334,6 +336,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             kind=kind,
             base=base,
             linked=linked,
+            frozen=frozen,
             copies=copies,
             ranges=ranges,
             factors=factors,
@@ -344,6 +347,15 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             compressor=self._compressor,
             hook=self.hook,
         )
+
+    def _link_frozen(self, store: CheckpointStore, tag: str) -> list[FileRecord]:
+        """Have the file of weights that are not trained in a checkpoint's directory, if it is still somewhere."""
+        if self._frozen is not None:
+            record, places = self._frozen
+            for place in places:
+                with contextlib.suppress(OSError, DamageError):
+                    return store.link_files(tag, place, [record])
+        return []
 
     def write_recovery_script(self, save_dir: str) -> None:
         """Put the script that merges our checkpoints where DeepSpeed puts its own."""
@@ -366,6 +378,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         places = [directory]
         if is_rotated(job.store.directory):
             places.insert(0, kept_copy(job.store.directory) / job.tag)
+        self._remember_frozen(job.files, places)
         if self._settings.mode == "full":
             self._release(job)
             return
@@ -381,6 +394,10 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         free = [copy for number, copy in enumerate(job.copies) if number not in in_use]
         self._buffers.give_back([*free, *self._base_copies])
         self._base_copies = [copy for number, copy in enumerate(job.copies) if number in in_use]
+
+    def _remember_frozen(self, files: Sequence[FileRecord], places: list[Path]) -> None:
+        found = next((each for each in files if ".frozen" in each.name), None)
+        self._frozen = None if found is None else (found, places)
 
     def _drop_base(self) -> None:
         self._buffers.give_back(self._base_copies)
@@ -534,6 +551,8 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         """Let the next checkpoint differ from what the loaded one differs from."""
         saves = manifest.metadata.get("saves")
         self._drop_base()
+        own = manifest.files[group.rank] if manifest.world_size == group.world_size else ()
+        self._remember_frozen(own, [store.path(tag)])
         if (
             not isinstance(saves, int)
             or manifest.world_size != group.world_size

@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torch import Tensor
 from ds_galore.checkpoint.base import OpenBase
 from ds_galore.checkpoint.codecs import Compressor
 from ds_galore.checkpoint.codecs.base import Bits
-from ds_galore.checkpoint.files import FORMAT, VERSION, FileRecord, digest_of, replace_file
+from ds_galore.checkpoint.files import FORMAT, VERSION, DataFile, FileRecord, digest_of, replace_file
 from ds_galore.checkpoint.manifest import Manifest
 from ds_galore.checkpoint.pieces import MASTER, NAMES, Piece, StateMap, describe, to_bits
 from ds_galore.checkpoint.siblings import is_rotated, try_to_keep
@@ -59,6 +59,11 @@ class Range:
     def key(self) -> tuple[str, int]:
         """Its name and start, in stored elements."""
         return self.piece.name, self.piece.start * self.scale
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor as it is stored."""
+        return self.piece.shape if self.scale == 1 else (*self.piece.shape, self.scale)
 
 
 #: The tensors to copy, the ranges of logical tensors in them, and the state files.
@@ -99,6 +104,7 @@ class SaveJob:
     kind: str
     base: OpenBase | None
     linked: list[FileRecord]
+    frozen: list[FileRecord]  # linked: of weights that were not trained, or none
     copies: list[Tensor]
     ranges: list[Range]
     factors: Factors
@@ -109,6 +115,7 @@ class SaveJob:
     compressor: Compressor
     hook: Callable[[str], None]
     written: dict[tuple[str, int], Bits] = field(default_factory=dict)
+    files: list[FileRecord] = field(default_factory=list)
     seconds: float = 0.0
     encoded_bytes: int = 0
     logical_bytes: int = 0
@@ -123,18 +130,14 @@ class SaveJob:
         try:
             # Not more: BLAS threads that wait for cores on which training runs took three times the time of one alone.
             with threadpool_limits(1, user_api="blas"):
-                files = self.store.write(
-                    self.tag,
-                    self.rank,
-                    self.world_size,
-                    self._shards(),
-                    linked=self.linked,
-                    compressor=self.compressor,
-                )
+                older = self._with_frozen() if self.base is None else self.linked
+                known = {record.name for record in [*self.linked, *self.frozen]}
+                self.files = files = self._write(self._shards(), older, "full" if self.base is None else "diff")
             states = {name: self.store.write_state(self.tag, name, json.dumps(v)) for name, v in self.states.items()}
             report = {
                 "files": [asdict(each) for each in files],
                 "states": {k: asdict(v) for k, v in states.items()},
+                "new_bytes": sum(each.bytes for each in files if each.name not in known),
                 "logical_bytes": self.logical_bytes,
             }
             self.encoded_bytes = files[-1].bytes
@@ -147,6 +150,35 @@ class SaveJob:
         replace_file(self._done(self.rank), [json.dumps(report).encode()])
         self.seconds = time.monotonic() - begin
 
+    def _write(self, shards: Iterable[Shard], older: list[FileRecord], kind: str) -> list[FileRecord]:
+        return self.store.write(
+            self.tag, self.rank, self.world_size, shards, linked=older, compressor=self.compressor, kind=kind
+        )
+
+    def _with_frozen(self) -> list[FileRecord]:
+        """What a full file builds on: weights that are not trained are in a file of their own, written once."""
+        ranges = [each for each in self.ranges if each.piece.frozen]
+        if not ranges:
+            return []
+        digests = {each.key: digest_of(self._bits(each)[0]) for each in ranges}
+        for record in self.frozen:
+            entries = DataFile(self.store.path(self.tag) / record.name, record.header).entries
+            if {(entry.name, entry.start): entry.digest for entry in entries} == digests:
+                return self.frozen
+
+        def shards() -> Iterator[Shard]:
+            for each in ranges:
+                bits, dtype = self._bits(each)
+                yield Shard(each.piece.name, dtype, each.shape, each.key[1], bits, digest=digests[each.key])
+
+        self.frozen = []
+        return self._write(shards(), [], "frozen")
+
+    def _bits(self, each: Range) -> tuple[Bits, str]:
+        """The bit patterns of a range as they are, and the name of their dtype."""
+        piece = each.piece
+        return to_bits(self.copies[each.copy][piece.offset : piece.offset + piece.numel])
+
     def _shards(self) -> Iterator[Shard]:
         """The ranges of this rank as they are to be stored."""
         for each in self.ranges:
@@ -157,10 +189,13 @@ class SaveJob:
                 flat = flat.to(torch.bfloat16)
             bits, dtype = to_bits(flat)
             self.logical_bytes += piece.numel * self.copies[each.copy].element_size()
-            shape = piece.shape if each.scale == 1 else (*piece.shape, each.scale)
+            shape = each.shape
             start = each.key[1]
             int8 = "int8" if lossy == "int8" else None
-            if lossy == "exact" and not piece.name.endswith(FIRST_MOMENTS):
+            if piece.frozen and self.base is None:  # in the file before
+                yield Shard(piece.name, dtype, shape, start, bits, unchanged=True, digest=digest_of(bits))
+                continue
+            if lossy == "exact" and not piece.frozen and not piece.name.endswith(FIRST_MOMENTS):
                 self.written[piece.name, start] = bits
             held = self.base.holds(piece.name, start, start + bits.size) if self.base is not None else None
             if self.base is None or held is None or (held.dtype, held.shape) != (dtype, shape):
@@ -205,7 +240,7 @@ class SaveJob:
             self.tag, files, base=base, kind=self.kind, metadata=self.metadata, latest=self.latest, states=states
         )
         if self.record is not None:
-            new = sum(report["files"][-1]["bytes"] for report in reports) + sum(each.bytes for each in states.values())
+            new = sum(report["new_bytes"] for report in reports) + sum(each.bytes for each in states.values())
             self.record.durable(new, sum(report["logical_bytes"] for report in reports))
         if is_rotated(self.store.directory):
             try_to_keep(self.store.directory)

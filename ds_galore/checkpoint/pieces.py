@@ -68,6 +68,8 @@ class Piece:
         Whether this rank writes it; of a replicated tensor one rank does.
     moment
         Whether it is an optimizer's moment, which may be stored in fewer bits by choice.
+    frozen
+        Whether it is a weight that is not trained.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Piece:
     numel: int
     stored: bool = True
     moment: bool = False
+    frozen: bool = False
 
 
 def to_bits(tensor: Tensor) -> tuple[Bits, str]:
@@ -117,8 +120,9 @@ class StateMap:
         for parameter, name in engine.param_names.items():
             if not hasattr(parameter, "ds_tensor"):  # whole on every rank
                 kind, stored = (MASTER, False) if name in rounded else (WEIGHT, True)
-                shape = tuple(parameter.shape)
-                self._add(parameter, [Piece(f"{name}/{kind}", shape, 0, 0, parameter.numel(), stored)])
+                shape, frozen = tuple(parameter.shape), not parameter.requires_grad
+                whole = Piece(f"{name}/{kind}", shape, 0, 0, parameter.numel(), stored, frozen=frozen)
+                self._add(parameter, [whole])
 
     def _add(self, tensor: Tensor, pieces: list[Piece]) -> None:
         if tensor.numel():  # tensors without elements share an address
@@ -150,7 +154,7 @@ def frozen_pieces(parameter: Tensor, name: str, numel: int) -> list[Piece]:
     if not hasattr(parameter, "ds_tensor"):
         return [Piece(f"{name}/{WEIGHT}", shape, 0, 0, numel, stored=False)]  # the module's own, which is stored
     first = min(numel * _partition_rank(parameter), total)
-    return [Piece(f"{name}/{WEIGHT}", shape, first, 0, min(first + numel, total) - first)]
+    return [Piece(f"{name}/{WEIGHT}", shape, first, 0, min(first + numel, total) - first, frozen=True)]
 
 
 def _partition_rank(parameter: Any) -> int:

@@ -50,7 +50,7 @@ PLACEHOLDER = (
 _REMOVED = ".removed-"
 _SAID: set[str] = set()  # directories where a warning has been given
 logger = logging.getLogger(__name__)
-_DATA = re.compile(r"rank-\d{5,}-of-\d{5,}\.(full|diff)(\.\d+)?\.safetensors")
+_DATA = re.compile(r"rank-\d{5,}-of-\d{5,}\.(frozen|full|diff)(\.\d+)?\.safetensors")
 _OURS = re.compile(rf"{_DATA.pattern}|.*_states(\.\d+)?\.json|\.(writing|done)-.*")
 
 
@@ -137,6 +137,7 @@ class CheckpointStore:
         linked: Sequence[FileRecord] | None = None,
         compressor: Compressor = ZSTD,
         scratch: Scratch | None = None,
+        kind: str | None = None,
     ) -> list[FileRecord]:
         """Write one rank's data file durably, and link what it builds on.
 
@@ -156,6 +157,9 @@ class CheckpointStore:
             Of byte planes.
         scratch
             Where encoded shards wait for the last of them; in memory by default.
+        kind
+            For the file's name: ``"frozen"``, ``"full"`` or ``"diff"``; by default one of the last two, by whether it
+            builds on others.
 
         Returns
         -------
@@ -176,7 +180,7 @@ class CheckpointStore:
         self._hook("encoded")
         older = list(linked) if linked is not None else [] if base is None else self.link(tag, rank, base)
         self._hook("linked")
-        kind = "diff" if older else "full"  # named after the links, whose names it must not take
+        kind = kind or ("diff" if older else "full")  # named after the links, whose names it must not take
         path = self._free_name(directory, f"rank-{rank:05}-of-{world_size:05}.{kind}", ".safetensors")
         record = write_data_file(path, encoded)
         self._hook("written")
@@ -224,11 +228,23 @@ class CheckpointStore:
         DamageError
             If a file had to be copied and is not what was written.
         """
+        return self.link_files(tag, base.directory, base.manifest.files[rank])
+
+    def link_files(self, tag: str, place: Path, wanted: Sequence[FileRecord]) -> list[FileRecord]:
+        """The same for some files of a checkpoint's directory, ``place``.
+
+        Raises
+        ------
+        OSError
+            If one is not there.
+        DamageError
+            If a file had to be copied and is not what was written.
+        """
         directory = self.path(tag)
         directory.mkdir(parents=True, exist_ok=True)
         records = []
-        for record in base.manifest.files[rank]:
-            source, target = base.directory / record.name, directory / record.name
+        for record in wanted:
+            source, target = place / record.name, directory / record.name
             if source.parent.resolve() != directory.resolve():
                 if target.exists() and file_digest(target) != record.digest:
                     target = self._free_name(directory, record.name.removesuffix(".safetensors"), ".safetensors")
