@@ -11,7 +11,7 @@ JOBS ?= 2
 WORKERS ?= 2
 CONFIG ?= configs/zero3_galore.json
 
-.PHONY: train test lint typecheck unit crashtest fuzz bench bench-checkpoints quality clean
+.PHONY: train test lint typecheck docs unit crashtest fuzz bench bench-checkpoints quality clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,9 @@ lint: $(VENV)/.dev
 typecheck: $(VENV)/.dev
 	$(BIN)/mypy
 
+docs: $(VENV)/.dev
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --nitpicky --builder html docs build/docs
+
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not crashtest and not timed' $(ARGS)
 	$(BIN)/python -m pytest -m 'timed and not crashtest' $(ARGS) || test $$? -eq 5  # 5: none among those chosen
@@ -45,7 +48,7 @@ fuzz: $(VENV)/.dev
 crashtest: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/checkpoint -m crashtest -q
 
-test: lint typecheck unit
+test: lint typecheck docs unit
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/refresh.py

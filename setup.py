@@ -6,6 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+DOCS = ["sphinx>=8.1", "myst-parser>=4.0", "furo>=2024.8.6", "sphinx-click>=6.0"]
 VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "ds_galore" / "__init__.py").read_text(), re.MULTILINE)
 
 setup(
@@ -37,7 +38,9 @@ setup(
         "lz4": ["lz4>=4.0"],
         "8bit": ["bitsandbytes>=0.45"],
         "report": ["plotly>=6.0", "jinja2>=3.1"],
+        "docs": DOCS,
         "dev": [
+            *DOCS,
             "apollo-torch",
             "bitsandbytes>=0.45",
             "deepspeed>=0.19.8,<0.20",

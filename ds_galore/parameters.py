@@ -80,7 +80,7 @@ class LowRankParameters(BaseModel):
         ),
     ] = None
     update_proj_gap: Annotated[int, Field(ge=1, description="Steps between two refreshes of a matrix's basis.")] = 200
-    scale: Annotated[float, Field(gt=0, allow_inf_nan=False, description="Factor on the update of projected ones.")] = (
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False, description="Factor on a projected matrix's update.")] = (
         0.25
     )
     proj_type: Annotated[
@@ -248,7 +248,7 @@ class APOLLOParameters(GaLoreParameters):
 
     SETTINGS: ClassVar[tuple[str, ...]] = (*LowRankParameters.SETTINGS, "scaling", "norm_growth_limit")
 
-    scale: Annotated[float, Field(gt=0, allow_inf_nan=False, description="Factor on the update of projected ones.")] = (
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False, description="Factor on a projected matrix's update.")] = (
         1.0
     )
     refresh: Annotated[
