@@ -82,7 +82,8 @@ def test_each_part_is_told_by_what_is_configured():
         tensorboard={"enabled": True},
         csv_monitor={"enabled": False},
         ds_galore={
-            "checkpoint": {"mode": "incremental", "full_every": 4, "keep_last": 2, "keep_every": 100, "async": False}
+            "monitor": {"log": "run/events.jsonl"},
+            "checkpoint": {"mode": "incremental", "full_every": 4, "keep_last": 2, "keep_every": 100, "async": False},
         },
     )
     found = explain(config)
@@ -103,7 +104,7 @@ def test_each_part_is_told_by_what_is_configured():
         "schedule: WarmupLR (warmup_num_steps 5)",
     ):
         assert expected in text
-    assert found.uses[-1] == "monitors: tensorboard"
+    assert found.uses[-1] == "monitors: tensorboard and the file run/events.jsonl"
     assert any("keep_last thins out" in line for line in found.warnings)
 
 
