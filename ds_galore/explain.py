@@ -111,6 +111,11 @@ def _ours(config: Mapping[str, Any]) -> str | None:
 
 
 def _deepspeeds(config: Mapping[str, Any]) -> Iterator[str]:
+    for path in (*CLOSED_SECTIONS, *OPEN_SECTIONS):
+        try:
+            section(config, *path.split("."))
+        except ConfigError as error:
+            yield str(error)
     for path, known in CLOSED_SECTIONS.items():
         for key in part(config, *path.split(".")):
             if key not in known and f"{path}.{key}" not in REMOVED:

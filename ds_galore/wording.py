@@ -51,8 +51,9 @@ def uses(config: Mapping[str, Any]) -> Iterator[str]:
     yield _schedule(config)
     yield _checkpoints(config)
     monitors = [name for name in _MONITORS if section(config, name).get("enabled") is True]
-    if monitors:
-        yield f"monitors: {listed(monitors)}"
+    log = section(config, "ds_galore", "monitor").get("log")
+    if monitors or log is not None:
+        yield f"monitors: {listed([*monitors, *([f'the file {log}'] if log is not None else [])])}"
 
 
 def _optimizer(config: Mapping[str, Any]) -> Iterator[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,8 @@ def test_each_part_is_told_by_what_is_configured():
         tensorboard={"enabled": True},
         csv_monitor={"enabled": False},
         ds_galore={
-            "checkpoint": {"mode": "incremental", "full_every": 4, "keep_last": 2, "keep_every": 100, "async": False}
+            "monitor": {"log": "run/events.jsonl"},
+            "checkpoint": {"mode": "incremental", "full_every": 4, "keep_last": 2, "keep_every": 100, "async": False},
         },
     )
     found = explain(config)
@@ -103,7 +106,7 @@ def test_each_part_is_told_by_what_is_configured():
         "schedule: WarmupLR (warmup_num_steps 5)",
     ):
         assert expected in text
-    assert found.uses[-1] == "monitors: tensorboard"
+    assert found.uses[-1] == "monitors: tensorboard and the file run/events.jsonl"
     assert any("keep_last thins out" in line for line in found.warnings)
 
 
@@ -254,7 +257,43 @@ def test_all_conflicts_are_told_and_the_first_is_what_is_raised():
     assert str(error.value).splitlines() == found.conflicts[:2]
 
 
-@pytest.mark.parametrize("section", ["optimizer", "zero_optimization", "bf16", "fp16", "scheduler", "ds_galore"])
+def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    if path:
+        yield path
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from leaves(each, (*path, key))
+
+
+def test_whatever_stands_at_a_key_is_explained_or_a_conflict():
+    """No value at any key makes the explanation itself fail."""
+    config = load_config(ROOT / "configs" / "zero3_galore_offload.json")
+    config.update(
+        ds_galore={"checkpoint": {"mode": "differential", "compression": {"codec": "zstd"}}, "monitor": {"log": "x"}},
+        fp16={"enabled": False, "loss_scale": 0},
+        torch_autocast={"enabled": False},
+        tensorboard={"enabled": True},
+        checkpoint={"writer": None},
+        data_types={"grad_accum_dtype": "fp32"},
+        activation_checkpointing={},
+        train_batch_size=8,
+    )
+    odd = [None, True, 0, -1, 1.5, 10**30, float("inf"), "auto", "x", [], [1], {}, {"a": 1}]
+    for *parents, key in leaves(copy.deepcopy(config)):
+        for value in odd:
+            changed = copy.deepcopy(config)
+            place = changed
+            for each in parents:
+                place = place[each]
+            place[key] = value
+            found = explain(changed)
+            assert bool(found.uses) == found.fine
+
+
+@pytest.mark.parametrize(
+    "section",
+    ["optimizer", "zero_optimization", "bf16", "fp16", "scheduler", "ds_galore", "wandb", "activation_checkpointing"],
+)
 @pytest.mark.parametrize("value", [3, "auto", [1], True])
 def test_what_is_no_section_is_a_conflict_and_no_crash(section, value):
     found = explain(changed(**{section: value}))

@@ -16,7 +16,7 @@ import pytest
 import ds_galore
 from ds_galore.checkpoint.store import CheckpointStore
 from ds_galore.cli import main
-from ds_galore.config import CheckpointConfig, CompressionConfig, DsGaloreConfig
+from ds_galore.config import CheckpointConfig, CompressionConfig, DsGaloreConfig, MonitorConfig
 from ds_galore.errors import DsGaloreError
 from ds_galore.parameters import ALIASES, OPTIMIZERS
 
@@ -131,6 +131,8 @@ SECTION = {
     "checkpoint.compression": CompressionConfig(),
     "checkpoint.compression.codec": "zstd",
     "checkpoint.compression.level": 1,
+    "monitor": None,
+    "monitor.log": None,
 }
 
 #: Arguments and options of every command, with the words that an option takes, and its default where it has one.
@@ -223,6 +225,7 @@ def test_the_section_of_a_configuration_is_this():
             ("", DsGaloreConfig),
             ("checkpoint.", CheckpointConfig),
             ("checkpoint.compression.", CompressionConfig),
+            ("monitor.", MonitorConfig),
         )
         for name, each in model.model_fields.items()
     }

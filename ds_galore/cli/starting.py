@@ -277,7 +277,7 @@ def _command(options: dict[str, Any], output: Path) -> str:
     for key, value in options.items():
         if value is True:
             words.append(f"--{key.replace('_', '-')}")
-        elif value is not None and value != defaults[key]:
+        elif value is not None and value is not False and value != defaults[key]:
             shown = _size_word(value) if key in ("gpu_memory", "host_memory", "disk") else str(value)
             words += [f"--{key.replace('_', '-')}", shown]
     return shlex.join([*words, "--output", output.name])

@@ -137,14 +137,23 @@ def test_the_rank_is_a_quarter_or_what_is_asked_for_and_large_models_get_a_small
     assert propose(Run(SEVEN, rank=128), machines(8, 80)).config["optimizer"]["params"]["rank"] == 128
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.name)
+def test_sizes_by_name_are_those_of_the_shipped_models():
+    for name, llama in FAMILY.items():
+        shipped = json.loads((ROOT / "configs" / "models" / f"llama_{name.lower()}.json").read_text())
+        keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+        assert [shipped[key] for key in keys] == [llama.hidden, llama.intermediate, llama.layers, llama.vocabulary]
+        assert not shipped["tie_word_embeddings"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "precision"),
+    [(choice, each) for choice in CHOICES for each in ("bf16", "fp16", "fp32") if each == "bf16" or not choice.bf16],
+    ids=lambda each: getattr(each, "name", each),
+)
 def test_every_choice_passes_every_check(choice, precision):
     """Ours, of which no key may be idle, and DeepSpeed's own parser."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    if choice.bf16 and precision != "bf16":
-        pytest.skip("not tried")
     run = Run({"params": FAMILY["1B"].parameters}, precision=precision, steps=1000, save_every=100)
     model = _Model(run)
     for stage in choice.stages:
