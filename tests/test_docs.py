@@ -46,10 +46,24 @@ RESUME = (
 LOOP = "launch/train.py --config ds.json --resume auto --save-every 500"
 AUTO = "--config my_config.json --model tiny --steps 250 --save-every 50 --resume auto"
 
+ECOSYSTEM = "tests/launch/test_ecosystem.py::test_it_is_killed_goes_on_exactly_and_has_the_losses_of_our_own_script"
+ACCELERATE = (
+    "accelerate launch --config_file configs/accelerate_zero3_galore.yaml launch/train_accelerate.py"
+    " --steps 250 --save-every 50"
+)
+TRAINER = (
+    "deepspeed --num_accelerators 2 launch/train_trainer.py --config configs/zero3_galore.json"
+    " --steps 250 --save-every 50"
+)
+
 #: What runs a command that is not run here: a test, or a script in which it stands.
 ELSEWHERE = {
     "make train": TRAIN,
     "make test": ".ci/run",
+    ACCELERATE: ECOSYSTEM,
+    f"{ACCELERATE} --resume": ECOSYSTEM,
+    TRAINER: ECOSYSTEM,
+    f"{TRAINER} --resume auto": ECOSYSTEM,
     "deepspeed --num_accelerators 2 launch/train.py --config configs/zero3_galore.json --model tiny --steps 250": TRAIN,
     f"deepspeed --num_accelerators 2 launch/train.py {AUTO}": RESUME,
     f"until deepspeed {LOOP}; do [ $? -eq 75 ] || break; done": RESUME,
@@ -161,6 +175,11 @@ def original(pool, tmp_path_factory) -> Path:
     data[-200] ^= 1
     victim.unlink()
     victim.write_bytes(data)
+    for name, start in (("latest", 3.0), ("galore", 3.0), ("adamw", 3.5)):  # as launch/train.py writes them
+        (runs / name).mkdir(exist_ok=True)
+        lines = [{"step": step, "loss": start - 0.1 * step, "tokens_per_s": 900.0} for step in range(1, 9)]
+        lines.append({"step": 8, "validation_loss": start - 0.7})
+        (runs / name / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     for name in ("configs", "launch"):
         (directory / name).symlink_to(ROOT / name)
     config = json.loads((ROOT / "configs" / "zero3_galore.json").read_text())

@@ -159,6 +159,7 @@ COMMANDS = {
         " --optimizer(flag) --format=safetensors|torch[safetensors] --prune[0.0] --quantize=int8 --workers[2]"
         " --overwrite(flag)"
     ),
+    "report": "DIRECTORIES --output[report.html]",
     "reshard": (
         "PATH --tag OUT --world-size(required) --format=ds_galore|deepspeed[ds_galore] --sub-group-size --workers[2]"
         " --overwrite(flag)"

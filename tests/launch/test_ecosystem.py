@@ -208,6 +208,38 @@ def test_an_unfinished_newest_checkpoint_is_refused_and_the_newest_complete_one_
     assert trainer_utils.get_last_checkpoint(str(tmp_path / "run")) is None
 
 
+# ---------------------------------------------------------------------- more of the Trainer, on the pool
+
+
+def test_the_trainer_goes_back_to_its_best_checkpoint_at_the_end(pool, tmp_path):
+    given = [*prepared(tmp_path), "--config", str(tmp_path / "config.json"), "--steps", "10", "--save-every", "5"]
+    given += ["--eval-every", "5", "--load-best-model-at-end"]
+    output = ["--output", str(tmp_path / "run")]
+    assert pool.run(2, attempt_trainer, [*given, *output])[0] == (0, "")
+    pool.close()
+    state = json.loads((tmp_path / "run" / "checkpoint-10" / "trainer_state.json").read_text())
+    found = {each["step"]: each["eval_loss"] for each in state["log_history"] if "eval_loss" in each}
+    assert state["best_global_step"] == min(found, key=lambda step: found[step])
+    assert sorted(found) == [5, 10]
+    for each in (tmp_path / "run").glob("checkpoint-*"):
+        assert CheckpointReader(next(each.glob("*/manifest.json")).parent).verify() == []
+
+
+def test_the_trainer_saves_weights_that_from_pretrained_takes(pool, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    gathered = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    given = [*prepared(tmp_path, zero_optimization=gathered), "--config", str(tmp_path / "config.json")]
+    given += ["--steps", "4", "--save-every", "4", "--output", str(tmp_path / "run"), "--save-only-model"]
+    assert pool.run(2, attempt_trainer, given)[0] == (0, "")
+    pool.close()
+    saved = tmp_path / "run" / "checkpoint-4"
+    assert not list(saved.glob("global_step*"))
+    model = AutoModelForCausalLM.from_pretrained(str(saved))
+    assert model.config.hidden_size == 32
+    assert sum(parameter.numel() for parameter in model.parameters()) > 20_000
+
+
 def names(directory: Path, output: str, config: dict[str, Any], *arguments: str) -> list[str]:
     given = prepared(directory)
     (directory / "config.json").write_text(json.dumps(config))
