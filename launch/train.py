@@ -347,7 +347,8 @@ class Trainer:
             return
         with self.group.together():
             ranks = len(list((self.checkpoints / tag).glob("*_optim_states.pt")))  # none without ZeRO
-            if ranks and ranks != self.world_size and not is_ours(self.checkpoints, tag):
+            whole = not self.engine.use_node_local_storage()  # else a host has those of its own ranks
+            if whole and ranks and ranks != self.world_size and not is_ours(self.checkpoints, tag):
                 raise DataError(
                     f"--resume {tag}: was saved by {ranks} ranks and cannot be loaded by {self.world_size}; only"
                     " ds_galore's checkpoints can"

@@ -376,6 +376,7 @@ def test_missing_parts_are_named(tmp_path):
         assert f"No {what} found (looked in " in text
     assert "No configuration found" in text
     assert "No training loss" not in text
+    assert re.findall("<dt>(.*?)</dt>", text) == ["last step", "training loss", "tokens/s", "peak memory"]
     both = render(read_runs([tmp_path / "a", tmp_path / "b"]))
     assert "No refreshes of bases found for a (looked in" in both
 

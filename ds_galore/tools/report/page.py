@@ -85,7 +85,7 @@ def render(runs: Sequence[Run]) -> str:
     }
     return environment.from_string((here / "page.html").read_text("utf-8")).render(
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
-        runs=[_shown(index, run, len(runs)) for index, run in enumerate(runs)],
+        runs=_described(runs),
         sections=sections,
         differing=_differing(runs),
         max_points=MAX_POINTS,
@@ -192,6 +192,15 @@ def _has(run: Run, name: str) -> bool:
 
 
 # ---------------------------------------------------------------------- runs
+
+
+def _described(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Runs in words, without numbers that none of them has."""
+    shown = [_shown(index, run, len(runs)) for index, run in enumerate(runs)]
+    known = [any(value != NOTHING for _, value, _ in row) for row in zip(*(run["stats"] for run in shown), strict=True)]
+    for run in shown:
+        run["stats"] = [stat for stat, kept in zip(run["stats"], known, strict=True) if kept]
+    return shown
 
 
 def _shown(index: int, run: Run, among: int) -> dict[str, Any]:

@@ -1,0 +1,177 @@
+"""Two hosts, made of network namespaces: a job over both is killed on one of them, and goes on exactly on both.
+
+Needs root, iproute2 and nothing else; each namespace has a network device of its own, and the hosts share the disk.
+DeepSpeed's own launcher would start the other host's part by ssh; here each host starts its own (``--no_ssh``).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ds_galore.checkpoint.store import CheckpointStore
+from tests.launch.test_resume import arguments, losses
+from tests.launch.test_train import ROOT, attempt
+
+HOSTS = ("dsga", "dsgb")
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+BIN = Path(sys.executable).parent
+STEPS = "40"
+
+
+def ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+
+
+def pids(host: str) -> list[int]:
+    return [int(each) for each in ip("netns", "pids", host).split()]
+
+
+def kill(host: str) -> None:
+    """All that runs on a host, at once."""
+    while pids(host):
+        for each in pids(host):
+            os.kill(each, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def hosts() -> Iterator[None]:
+    remove()
+    for host in HOSTS:
+        ip("netns", "add", host)
+    ip("link", "add", "dsgv0", "netns", HOSTS[0], "type", "veth", "peer", "name", "dsgv0", "netns", HOSTS[1])
+    for host, address in zip(HOSTS, ADDRESSES, strict=True):
+        ip("-n", host, "address", "add", f"{address}/24", "dev", "dsgv0")
+        for device in ("lo", "dsgv0"):
+            ip("-n", host, "link", "set", device, "up")
+    yield
+    for host in HOSTS:
+        kill(host)
+    remove()
+
+
+def remove() -> None:
+    for host in HOSTS:
+        subprocess.run(["ip", "netns", "del", host], capture_output=True, check=False)
+
+
+def start(number: int, command: list[str]) -> subprocess.Popen[str]:
+    """A command on a host."""
+    environment = {
+        **os.environ,
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "dsgv0",
+        "TORCH_GLOO_LAZY_INIT": "0",
+    }
+    return subprocess.Popen(
+        ["ip", "netns", "exec", HOSTS[number], *command],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def by_torchrun(number: int, given: list[str]) -> list[str]:
+    meet = ["--master_addr", ADDRESSES[0], "--master_port", "29651"]
+    nodes = ["--nnodes", "2", "--node_rank", str(number), "--nproc_per_node", "1"]
+    return [str(BIN / "torchrun"), *nodes, *meet, "launch/train.py", *given]
+
+
+def by_hostfile(number: int, given: list[str], hostfile: Path) -> list[str]:
+    meet = ["--master_addr", ADDRESSES[0], "--master_port", "29653"]
+    nodes = ["--hostfile", str(hostfile), "--no_ssh", "--node_rank", str(number)]
+    return [str(BIN / "deepspeed"), *nodes, *meet, "launch/train.py", *given]
+
+
+def until(directory: Path, step: int, jobs: list[subprocess.Popen[str]]) -> None:
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and all(job.poll() is None for job in jobs):
+        if (directory / "metrics.jsonl").exists() and any(number >= step for number, _ in losses(directory)):
+            return
+        time.sleep(0.02)
+    for host in HOSTS:
+        kill(host)
+    raise AssertionError("\n".join(job.communicate()[0] for job in jobs))
+
+
+def finish(jobs: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    found = []
+    for job in jobs:
+        output, _ = job.communicate(timeout=300)
+        found.append((job.returncode, output))
+    return found
+
+
+def test_a_job_over_two_hosts_loses_one_and_goes_on_exactly(pool, tmp_path, hosts):
+    given = [*arguments(tmp_path, "run"), "--steps", STEPS, "--save-every", "5", "--resume", "auto"]
+    whole = [str(tmp_path / "whole") if each == str(tmp_path / "run") else each for each in given]
+    assert pool.run(2, attempt, whole)[0][0] == 0
+    pool.close()
+    expected = dict(losses(tmp_path / "whole"))
+
+    jobs = [start(number, by_torchrun(number, given)) for number in (0, 1)]
+    until(tmp_path / "run", 12, jobs)
+    kill(HOSTS[1])
+    began = time.monotonic()
+    outcomes = finish(jobs)
+    assert all(status != 0 for status, _ in outcomes)
+    assert time.monotonic() - began < 120, "the host that is left waits for the other"
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    first = store.newest_intact()
+    assert first is not None
+    assert first != f"step-{STEPS}"
+
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
+    outcomes = finish([start(number, by_hostfile(number, given, hostfile)) for number in (0, 1)])
+    assert [status for status, _ in outcomes] == [0, 0], "\n".join(text for _, text in outcomes)
+    assert any(f"resumed from {store.path(first)}" in text for _, text in outcomes)
+    seen = losses(tmp_path / "run")
+    assert {step for step, _ in seen} == set(range(1, int(STEPS) + 1))
+    assert max(abs(loss - expected[step]) for step, loss in seen) < 2e-6
+    assert store.newest_intact() == f"step-{STEPS}"
+
+
+def test_on_storage_of_their_own_the_hosts_go_on_with_deepspeeds_checkpoints(pool, tmp_path, hosts):
+    """Ours need one directory that all ranks see, and refuse such a configuration."""
+    from ds_galore import ConfigError, check_deepspeed_config
+
+    local = {"checkpoint": {"use_node_local_storage": True}}
+    given = arguments(tmp_path, "run", ds_galore={}, **local)
+    outputs = [tmp_path / "disk-0", tmp_path / "disk-1"]
+    for output in outputs:
+        output.mkdir()
+    whole = [str(tmp_path / "whole") if each == str(tmp_path / "run") else each for each in given]
+    assert pool.run(2, attempt, [*whole, "--steps", STEPS])[0][0] == 0
+    pool.close()
+    expected = dict(losses(tmp_path / "whole"))
+    own = [
+        [str(output) if each == str(tmp_path / "run") else each for each in [*given, "--steps", STEPS]]
+        for output in outputs
+    ]
+    jobs = [start(number, by_torchrun(number, [*own[number], "--save-every", "6"])) for number in (0, 1)]
+    until(outputs[0], 9, jobs)
+    kill(HOSTS[1])
+    assert all(status != 0 for status, _ in finish(jobs))
+    jobs = [start(number, by_torchrun(number, [*own[number], "--resume", "step-6"])) for number in (0, 1)]
+    outcomes = finish(jobs)
+    assert [status for status, _ in outcomes] == [0, 0], "\n".join(text for _, text in outcomes)
+    for output, rank in zip(outputs, (0, 1), strict=True):
+        names = [path.name for path in (output / "checkpoints" / "step-6").glob("*_optim_states.pt")]
+        assert names == [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"]
+    seen = losses(outputs[0])
+    assert max(abs(loss - expected[step]) for step, loss in seen) < 2e-6
+    assert {step for step, _ in seen} == set(range(1, int(STEPS) + 1))
+    with pytest.raises(ConfigError, match=r"checkpoint.use_node_local_storage is True"):
+        check_deepspeed_config({"ds_galore": {"checkpoint": {}}, **local})
