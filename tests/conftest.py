@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.pool import Pool
+
+# The jobs that tests start find the environment's ninja first. If the pool's processes found another one, each would
+# take the other's build of DeepSpeed's operator for stale, and compile it again, a minute of CPU at every turn.
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
 @pytest.fixture(scope="session")
