@@ -14,7 +14,6 @@ import struct
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from ds_galore.checkpoint.codecs.base import Bits
 from ds_galore.checkpoint.files import DTYPES, sync_directory
 from ds_galore.errors import DataError
 from ds_galore.tools.source import Info
+from ds_galore.tools.threads import run_all
 
 __all__ = ["SafetensorsFile", "cast", "in_threads", "keep_apart", "new_directory", "plan_shards"]
 
@@ -215,28 +215,13 @@ def in_threads(
 ) -> None:
     """Work on every tensor, the largest first; the first error ends it."""
     total, done, lock = sum(info.nbytes for info in tensors.values()), 0, threading.Lock()
-    stopped = threading.Event()
 
     def one(name: str) -> None:
         nonlocal done
-        if stopped.is_set():
-            return
         work(name)
         with lock:
             done += tensors[name].nbytes
             progress(done, total)
 
-    pool = ThreadPoolExecutor(workers)
-    limits = threadpool_limits(1, user_api="blas")  # the workers are the parallelism
-    try:
-        futures = [pool.submit(one, name) for name in sorted(tensors, key=lambda name: -tensors[name].nbytes)]
-        finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        stopped.set()
-        for each in finished:
-            each.result()
-        for each in futures:
-            each.result()
-    finally:
-        stopped.set()
-        pool.shutdown(wait=True, cancel_futures=True)
-        limits.restore_original_limits()
+    with threadpool_limits(1, user_api="blas"):  # the workers are the parallelism
+        run_all(one, sorted(tensors, key=lambda name: -tensors[name].nbytes), workers)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from ds_galore.tools.output import cast, in_threads
 from ds_galore.tools.reshard.checkpoint import MODEL, OPTIMIZER, Checkpoint
 from ds_galore.tools.source import Info
 from ds_galore.tools.states import SAFE_NAMES, Leaf, freeze
+from ds_galore.tools.threads import run_all
 from ds_galore.tools.torchwriter import STORAGES, write_torch_file
 from ds_galore.tools.zero_to_fp32 import SCRIPT
 
@@ -107,7 +107,7 @@ def write_native(
         for name, state in files(rank).items():
             write_torch_file(directory / tag / name, state, lambda leaf: _values(source, leaf, meter))
 
-    _all(write, range(ranks), workers, meter)
+    run_all(write, range(ranks), workers, stop=meter.stopped.set)
     sync_directory(directory / tag)
     replace_file(directory / "latest", [tag.encode()])
 
@@ -147,7 +147,7 @@ def write_ours(
             text = json.dumps({"format": FORMAT, "version": VERSION, "state": value, "tensors": described})
             states[rank][name] = store.write_state(tag, name, text)
 
-    _all(write, range(ranks), workers, meter)
+    run_all(write, range(ranks), workers, stop=meter.stopped.set)
     ordered = {name: record for each in states for name, record in each.items()}
     store.commit(tag, records, metadata={**source.metadata, "saves": 1}, states=ordered)
     replace_file(directory / "zero_to_fp32.py", [SCRIPT.encode()], mode=0o755)
@@ -199,16 +199,3 @@ class Holdings:
         for number, ((name, start, stop), ranks) in enumerate({**self._wanted[OPTIMIZER], **of_models}.items()):
             found[ranks[number % len(ranks)]].append(Range(name, name, start, stop))
         return found
-
-
-def _all(work: Callable[[Any], None], items: Sequence[Any], workers: int, meter: Meter) -> None:
-    """Do the work on all items in threads; the first error, in their order of time, ends it."""
-    pool = ThreadPoolExecutor(workers)
-    try:
-        for future in as_completed([pool.submit(work, item) for item in items]):
-            future.result()
-    except BaseException:
-        meter.stopped.set()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
