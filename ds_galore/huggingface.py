@@ -248,7 +248,10 @@ def _missing(directory: Path) -> str | None:
     manifests = _manifests(directory)
     if not manifests:
         return f"it holds no {MANIFEST}"
-    ranks = Manifest.read(manifests[0].parent).world_size
+    try:
+        ranks = Manifest.read(manifests[0].parent).world_size
+    except DsGaloreError as error:
+        return str(error)
     wanted = [f"rng_state_{rank}.pth" for rank in range(ranks)] if ranks > 1 else ["rng_state.pth"]
     names = [name for name in ("trainer_state.json", *wanted) if not (directory / name).is_file()]
     return f"it holds no {names[0]}" if names else None

@@ -149,8 +149,10 @@ def is_ours(directory: Path, tag: str) -> bool:
     return (directory / tag / MANIFEST).exists()
 
 
-def newest_complete(root: Path, names: Sequence[str]) -> Path | None:
+def newest_complete(group: RankGroup, root: Path, names: Sequence[str]) -> Path | None:
     """The newest of the directories that the Trainer or Accelerate made in which nothing is missing or wrong.
+
+    The same on all ranks, for which the first searches. Collective.
 
     Parameters
     ----------
@@ -159,6 +161,14 @@ def newest_complete(root: Path, names: Sequence[str]) -> Path | None:
     names
         Files that are written beside our checkpoint, without which a run cannot go on exactly.
     """
+    found: list[Path | None] = [None]
+    with group.together():
+        found = [_newest_complete(root, names) if group.rank == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def _newest_complete(root: Path, names: Sequence[str]) -> Path | None:
     found = [each for each in root.glob("checkpoint[-_]*") if each.name[len("checkpoint_") :].isdecimal()]
     for each in sorted(found, key=lambda path: int(path.name[len("checkpoint_") :]), reverse=True):
         ours = any(each.glob(f"*/{MANIFEST}"))

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DummyOptim, DummyScheduler, InitProcessGroupKwargs, ProjectConfiguration
 from torch.utils.data import DataLoader
 
 import ds_galore
 from ds_galore.errors import DsGaloreError
+from ds_galore.zero.group import RankGroup
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from models import build_model, load_model_config
@@ -157,8 +159,8 @@ def resume(arguments: argparse.Namespace, accelerator: Accelerator, position: Po
     """Load a checkpoint; later ones get numbers after those that are there."""
     root = Path(arguments.output) / "checkpoints"
     names = ["custom_checkpoint_0.pkl", *(f"random_states_{rank}.pkl" for rank in range(accelerator.num_processes))]
-    found = newest_complete(root, names) if arguments.resume == "auto" else Path(arguments.resume)
-    accelerator.wait_for_everyone()
+    group = RankGroup(dist.group.WORLD)
+    found = newest_complete(group, root, names) if arguments.resume == "auto" else Path(arguments.resume)
     if found is None:
         accelerator.print(f"--resume: {root} holds no complete checkpoint; starting anew", file=sys.stderr)
     else:

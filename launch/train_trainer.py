@@ -24,6 +24,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import ds_galore
 from ds_galore.config import load_config, section
 from ds_galore.errors import DsGaloreError
+from ds_galore.zero.group import RankGroup
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from models import build_model, load_model_config
@@ -184,8 +185,7 @@ def resumed(arguments: argparse.Namespace) -> str | bool | None:
         return str(arguments.resume)
     ranks = dist.get_world_size()
     states = [f"rng_state_{rank}.pth" for rank in range(ranks)] if ranks > 1 else ["rng_state.pth"]
-    found = newest_complete(Path(arguments.output), ["trainer_state.json", *states])
-    dist.barrier()
+    found = newest_complete(RankGroup(dist.group.WORLD), Path(arguments.output), ["trainer_state.json", *states])
     if dist.get_rank() == 0:
         what = f"{arguments.output} holds no complete checkpoint; starting anew" if found is None else f"from {found}"
         print(f"--resume auto: {what}", file=sys.stderr)

@@ -116,8 +116,16 @@ class Monitor:
             optimizer=type(engine.basic_optimizer).__name__,
             step=engine.global_steps,
             config=engine._config._param_dict,
-            memory=memory_by_kind(engine, world_size),
+            memory=self._memory(engine, world_size),
         )
+
+    @staticmethod
+    def _memory(engine: Any, world_size: int) -> dict[str, dict[str, int]] | None:
+        """By kind; None for an engine whose tensors are laid out as we do not know, of which only this rank asks."""
+        try:
+            return memory_by_kind(engine, world_size)
+        except (AttributeError, IndexError, TypeError, StopIteration):
+            return None
 
     # ------------------------------------------------------------------ steps
 
@@ -238,9 +246,13 @@ class Monitor:
             self._log.write("warning", step=step, message=message)
 
     def _send(self, engine: Any, values: dict[str, float]) -> None:
-        if engine.monitor.enabled and self._first:
-            events = [(f"Train/{name}", value, engine.global_samples) for name, value in values.items()]
+        if not (engine.monitor.enabled and self._first):
+            return
+        events = [(f"Train/{name}", value, engine.global_samples) for name, value in values.items()]
+        try:
             engine.monitor.write_events(events)
+        except Exception as error:  # noqa: BLE001 - raised on this rank alone, it would leave the others waiting
+            logger.warning("step %d: DeepSpeed's monitor failed: %s", engine.global_steps, error)
 
 
 def _short(value: float | None) -> float | None:

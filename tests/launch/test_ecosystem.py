@@ -198,13 +198,17 @@ def test_an_unfinished_newest_checkpoint_is_refused_and_the_newest_complete_one_
         newest.mkdir()
     else:
         (newest / missing).unlink()
+    (tmp_path / "run" / "checkpoint-3").mkdir()  # an older one that is not complete is none to go on from
     with pytest.raises(DataError) as caught:
         trainer_utils.get_last_checkpoint(str(tmp_path / "run"))
     name = {"*": "manifest.json"}.get(missing, Path(missing).name)
     expected = f"{newest}: is not finished: it holds no {name}; the newest complete checkpoint is"
     assert str(caught.value).startswith(f"{expected} {tmp_path / 'run' / 'checkpoint-5'}: pass it as resume")
-    shutil.rmtree(newest)
-    shutil.rmtree(tmp_path / "run" / "checkpoint-5")
+    next((tmp_path / "run" / "checkpoint-5").glob("*/manifest.json")).write_text("{}")
+    with pytest.raises(DataError, match=r"is not finished: .*there is no complete checkpoint beside it"):
+        trainer_utils.get_last_checkpoint(str(tmp_path / "run"))
+    for each in (tmp_path / "run").glob("checkpoint-*"):
+        shutil.rmtree(each)
     assert trainer_utils.get_last_checkpoint(str(tmp_path / "run")) is None
 
 

@@ -212,6 +212,24 @@ def test_signs_of_trouble_are_warned_of_once_each(pool, tmp_path):
     assert texts[2] == "the loss on rank 0 is inf"
 
 
+def broken(directory: str) -> list[float]:
+    engine = jobs.start(jobs.tiny_llama(), settings(Path(directory), jobs.galore(update_proj_gap=2)))
+
+    def write_events(events: list[Any]) -> None:
+        if any("GaLore" in name for name, _, _ in events):
+            raise OSError(28, "No space left on device")
+
+    engine.monitor.write_events = write_events
+    return jobs.train(engine, jobs.batches(4, BATCH))
+
+
+def test_a_monitor_that_fails_on_the_first_rank_ends_nothing(pool, tmp_path):
+    losses = pool.run(2, broken, str(tmp_path), timeout=60)
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 4
+    assert len(of(events(tmp_path / "run.jsonl"), "refresh")) == 4
+
+
 def refused(path: str) -> str:
     from ds_galore import ConfigError
 
