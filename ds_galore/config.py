@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -19,14 +19,10 @@ from ds_galore.errors import ConfigError
 from ds_galore.parameters import ALIASES, OPTIMIZERS
 
 __all__ = [
-    "DEEPSPEED_OPTIMIZERS",
     "GALORE_OPTIMIZERS",
-    "TOP_LEVEL_KEYS",
     "CheckpointConfig",
     "DsGaloreConfig",
     "MonitorConfig",
-    "check_config",
-    "conflicts",
     "load_config",
     "resolve_auto",
     "validate",
@@ -34,86 +30,6 @@ __all__ = [
 
 #: Optimizer types that ``enable()`` registers with DeepSpeed, by their names in the JSON.
 GALORE_OPTIMIZERS: tuple[str, ...] = (*OPTIMIZERS, *ALIASES)
-
-#: Optimizer types that DeepSpeed 0.19 and torch.optim know, for checks where neither is installed.
-DEEPSPEED_OPTIMIZERS: tuple[str, ...] = (
-    *("adam", "adamw", "adagrad", "lamb", "lion", "muadam", "muadamw", "musgd", "muon", "Adam", "AdamW", "Lamb"),
-    *("Lion", "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop"),
-    *("Rprop", "SGD"),
-)
-
-#: Top-level keys that DeepSpeed 0.19 reads. Others are left alone, unless they differ from one of these by little.
-TOP_LEVEL_KEYS: frozenset[str] = frozenset(
-    (
-        "activation_checkpointing",
-        "aio",
-        "amp",
-        "autotuning",
-        "bf16",
-        "bfloat16",
-        "checkpoint",
-        "comet",
-        "comms_logger",
-        "communication_data_type",
-        "compile",
-        "compression_training",
-        "csv_monitor",
-        "curriculum_learning",
-        "data_efficiency",
-        "data_types",
-        "dataloader_drop_last",
-        "datastates_ckpt",
-        "disable_allgather",
-        "disable_python_gc",
-        "expert_parallel",
-        "gradient_allreduce_op",
-        "log_level",
-        "managed_gradient_accumulation",
-        "ds_galore",
-        "dump_state",
-        "eigenvalue",
-        "elasticity",
-        "flops_profiler",
-        "fp16",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "gradient_predivide_factor",
-        "graph_harvesting",
-        "hybrid_engine",
-        "keep_in_fp32_modules",
-        "load_universal_checkpoint",
-        "memory_breakdown",
-        "monitor_config",
-        "nebula",
-        "optimizer",
-        "pipeline",
-        "prescale_gradients",
-        "progressive_layer_drop",
-        "quantize_training",
-        "scheduler",
-        "seq_parallel_communication_data_type",
-        "sequence_parallel_size",
-        "sparse_attention",
-        "sparse_gradients",
-        "steps_per_print",
-        "tensor_parallel",
-        "tensorboard",
-        "timers",
-        "torch_autocast",
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "use_data_before_expert_parallelism",
-        "use_data_before_expert_parallel_",
-        "use_node_local_storage",
-        "vocabulary_size",
-        "wall_clock_breakdown",
-        "wandb",
-        "zenflow",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-        "zero_optimization",
-    )
-)
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -315,188 +231,6 @@ def section(config: Mapping[str, Any], *path: str) -> dict[str, Any]:
         if not isinstance(current, dict):
             raise ConfigError(f"{'.'.join(path[: depth + 1])} is {current!r}: it must be an object")
     return dict(current)
-
-
-def _refusal(key: str, value: object, reason: str) -> str:
-    return f"{key} is {value!r}: {reason}"
-
-
-def check_config(config: Mapping[str, Any], known_optimizers: Iterable[str] = ()) -> None:
-    """Refuse what cannot work, before training starts.
-
-    Parameters
-    ----------
-    config
-        A whole DeepSpeed configuration.
-    known_optimizers
-        Optimizer types that DeepSpeed knows beside ours; without them the type's spelling is not checked.
-
-    Raises
-    ------
-    ConfigError
-        For the first of :func:`conflicts`.
-    """
-    for conflict in conflicts(config, known_optimizers):
-        raise ConfigError(conflict)
-
-
-def conflicts(config: Mapping[str, Any], known_optimizers: Iterable[str] = ()) -> Iterator[str]:
-    """All that cannot work in a configuration, each as :func:`check_config` would tell it.
-
-    That is a mistake in the ``ds_galore`` section, a top-level key that DeepSpeed would ignore although it is almost
-    one that it knows, an unknown optimizer type, and, where the optimizer is one of ours, mistakes in its parameters
-    and DeepSpeed features with which it does not work. Parameters as those of :func:`check_config`.
-    """
-    checks: list[Callable[[], Iterator[str]]] = [
-        lambda: _in_our_section(config),
-        lambda: _in_names(config),
-        lambda: _in_optimizer(config, known_optimizers),
-    ]
-    for check in checks:
-        try:
-            yield from check()
-        except ConfigError as error:  # of something that later checks of the same kind rest on
-            yield str(error)
-
-
-def _in_our_section(config: Mapping[str, Any]) -> Iterator[str]:
-    ours = validate(DsGaloreConfig, section(config, "ds_galore"), where="ds_galore")
-    if ours.checkpoint is not None:
-        yield from _check_checkpoint(config)
-
-
-def _in_names(config: Mapping[str, Any]) -> Iterator[str]:
-    """Keys that are almost known ones."""
-    for key in config:
-        hint = "" if key in TOP_LEVEL_KEYS else nearest(key, TOP_LEVEL_KEYS)
-        if "did you mean" in hint and difflib.SequenceMatcher(None, key, hint.split("'")[1]).ratio() >= 0.8:
-            yield f"{key}: DeepSpeed does not know this key and would ignore it{hint}"
-    for name, keys in (("optimizer", ("type", "params", "legacy_fusion")), ("scheduler", ("type", "params"))):
-        present = section(config, name)
-        for key in present:
-            if key not in keys:
-                yield f"{name}.{key}: unknown key{nearest(key, keys)}"
-        if present and not isinstance(present.get("type"), str):
-            yield f"{name}.type is {present.get('type')!r}: it must be a name"
-
-
-def _in_optimizer(config: Mapping[str, Any], known_optimizers: Iterable[str]) -> Iterator[str]:
-    kind = section(config, "optimizer").get("type")
-    if not isinstance(kind, str):
-        return
-    if kind not in GALORE_OPTIMIZERS:
-        known = [*GALORE_OPTIMIZERS, *known_optimizers]
-        exact = known_optimizers and kind not in known and kind.lower() not in known
-        if exact or kind.lower() in (name.lower() for name in GALORE_OPTIMIZERS):
-            yield f"optimizer.type is {kind!r}: no such optimizer{nearest(kind, known)}"
-        return
-    try:
-        parameters = {key: value for key, value in section(config, "optimizer", "params").items() if value != "auto"}
-        validate(OPTIMIZERS[ALIASES.get(kind, kind)], parameters, where="optimizer.params")
-    except ConfigError as error:
-        yield str(error)
-    yield from _check_zero(config, kind)
-
-
-def _check_checkpoint(config: Mapping[str, Any]) -> Iterator[str]:
-    """What our checkpoints do not hold yet, or what would write them as well."""
-    if section(config, "zero_optimization").get("elastic_checkpoint"):
-        yield _refusal(
-            "zero_optimization.elastic_checkpoint", True, "ds_galore.checkpoint loads on any number of ranks anyway"
-        )
-    for target in ("optimizer", "param"):
-        device = section(config, "zero_optimization", f"offload_{target}").get("device")
-        if device == "nvme":
-            yield _refusal(
-                f"zero_optimization.offload_{target}.device", device, "ds_galore.checkpoint does not support NVMe"
-            )
-    if section(config, "checkpoint").get("writer"):
-        yield _refusal(
-            "checkpoint.writer", section(config, "checkpoint")["writer"], "ds_galore.checkpoint is a writer itself"
-        )
-    if section(config, "checkpoint").get("use_node_local_storage"):
-        yield _refusal(
-            "checkpoint.use_node_local_storage",
-            True,
-            "ds_galore.checkpoint needs one directory that all ranks see, to commit what they wrote together",
-        )
-    if section(config, "datastates_ckpt"):
-        yield _refusal("datastates_ckpt", config["datastates_ckpt"], "ds_galore.checkpoint is a writer itself")
-
-
-def _check_zero(config: Mapping[str, Any], kind: str) -> Iterator[str]:
-    """ZeRO features with which our optimizers do not work."""
-    zero = section(config, "zero_optimization")
-    stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2, 3):
-        yield _refusal("zero_optimization.stage", stage, f"{kind} supports the stages 0, 1, 2 and 3")
-    yield from _check_precision(config, kind, stage)
-    if stage == 0:
-        return
-    if config.get("zero_allow_untested_optimizer") is not True:
-        found = config.get("zero_allow_untested_optimizer")
-        yield _refusal("zero_allow_untested_optimizer", found, f"DeepSpeed wants true here for {kind}")
-    for target in ("optimizer", "param"):
-        device = section(config, "zero_optimization", f"offload_{target}").get("device")
-        if device == "nvme":
-            yield _refusal(
-                f"zero_optimization.offload_{target}.device", device, f"{kind} does not support NVMe; use cpu or none"
-            )
-    offload = section(config, "zero_optimization", "offload_optimizer")
-    if offload.get("ratio", 1) != 1:
-        yield _refusal(
-            "zero_optimization.offload_optimizer.ratio", offload["ratio"], f"{kind} is offloaded whole (1) or not"
-        )
-    if offload.get("super_offload"):
-        yield _refusal("zero_optimization.offload_optimizer.super_offload", True, f"{kind} does not support it")
-    for key, neutral in (("elastic_checkpoint", False), ("zenflow", None)):
-        if zero.get(key, neutral) not in (neutral, None, False):
-            yield _refusal(
-                f"zero_optimization.{key}", zero[key], f"{kind} does not support it; use {json.dumps(neutral)}"
-            )
-    if section(config, "checkpoint").get("load_universal"):
-        yield _refusal(
-            "checkpoint.load_universal", True, f"universal checkpoints have no place for {kind}'s low-rank states"
-        )
-
-
-def _check_precision(config: Mapping[str, Any], kind: str, stage: int) -> Iterator[str]:
-    """Combinations of dtypes that DeepSpeed keeps for its own Adam, or would ignore."""
-    masters, states = "bf16_master_weights_and_grads", "bf16_optimizer_states"
-    bf16 = section(config, "bf16")
-    if bf16.get(masters):
-        if stage == 0:
-            yield _refusal(
-                f"bf16.{masters}", True, "without ZeRO DeepSpeed ignores it and keeps fp32 masters; use stage 1 to 3"
-            )
-        if section(config, "zero_optimization", "offload_optimizer").get("device") == "cpu":
-            yield _refusal(f"bf16.{masters}", True, "with a CPU-offloaded optimizer DeepSpeed wants its own Adam")
-        if not bf16.get(states):
-            yield _refusal(
-                f"bf16.{states}", bf16.get(states, False), f"beside bf16.{masters} DeepSpeed wants true here"
-            )
-        if stage == 1 and section(config, "data_types").get("grad_accum_dtype") in ("fp32", "float32"):
-            yield _refusal(
-                f"bf16.{masters}", True, "with fp32 accumulation at stage 1 DeepSpeed ignores it; use stage 2"
-            )
-    fp16 = section(config, "fp16")
-    if stage == 0 and fp16.get("enabled") not in (None, False, "auto") and fp16.get("loss_scale", 0) != 1:
-        yield _refusal(
-            "fp16.loss_scale",
-            fp16.get("loss_scale", 0),
-            "without ZeRO DeepSpeed divides gradients by it and does not scale the loss; use 1, or stage 1 to 3",
-        )
-    if fp16.get("fp16_master_weights_and_grads"):
-        yield _refusal(
-            "fp16.fp16_master_weights_and_grads", True, f"DeepSpeed wants its own CPU-offloaded Adam, not {kind}"
-        )
-    autocast = section(config, "torch_autocast")
-    if stage and autocast.get("enabled") and autocast.get("dtype") in ("float16", "fp16"):
-        yield _refusal(
-            "torch_autocast.dtype",
-            autocast["dtype"],
-            "at stage 3 DeepSpeed takes no step with it, and at 1 and 2 ranks skip steps each for itself; use bfloat16",
-        )
 
 
 def resolve_auto(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,20 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_galore import wording
-from ds_galore.config import (
-    DEEPSPEED_OPTIMIZERS,
-    GALORE_OPTIMIZERS,
-    TOP_LEVEL_KEYS,
-    conflicts,
-    nearest,
-    section,
-)
+from ds_galore.config import GALORE_OPTIMIZERS, nearest, section
+from ds_galore.conflicts import conflicts
 from ds_galore.deepspeed_keys import (
     AUTO,
     CLOSED_SECTIONS,
+    DEEPSPEED_OPTIMIZERS,
     OPEN_SECTIONS,
     REMOVED,
     SCHEDULERS,
+    TOP_LEVEL_KEYS,
     UNUSED_BY_STAGE_3,
     UNUSED_BY_STAGES_1_AND_2,
 )

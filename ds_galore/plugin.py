@@ -16,15 +16,8 @@ from typing import Any
 import torch
 
 from ds_galore import huggingface
-from ds_galore.config import (
-    GALORE_OPTIMIZERS,
-    CheckpointConfig,
-    DsGaloreConfig,
-    check_config,
-    nearest,
-    section,
-    validate,
-)
+from ds_galore.config import GALORE_OPTIMIZERS, CheckpointConfig, DsGaloreConfig, nearest, section, validate
+from ds_galore.conflicts import check_config
 from ds_galore.errors import BindingError, ConfigError
 from ds_galore.optim import galore
 from ds_galore.optim.optimizer import LowRankOptimizer
@@ -225,7 +218,7 @@ def check_deepspeed_config(config: dict[str, Any], *, client_optimizer: Any = No
     Raises
     ------
     ConfigError
-        As :func:`ds_galore.config.check_config`; also for keys that DeepSpeed would refuse or stumble over later:
+        As :func:`ds_galore.conflicts.check_config`; also for keys that DeepSpeed would refuse or stumble over later:
         unknown ones in ``zero_optimization``, and unknown schedulers or parameters of them.
     """
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS

@@ -11,14 +11,9 @@ import torch
 
 import ds_galore
 from ds_galore import ConfigError, check_deepspeed_config
-from ds_galore.config import (
-    DEEPSPEED_OPTIMIZERS,
-    TOP_LEVEL_KEYS,
-    check_config,
-    load_config,
-    nearest,
-    resolve_auto,
-)
+from ds_galore.config import load_config, nearest, resolve_auto
+from ds_galore.conflicts import check_config
+from ds_galore.deepspeed_keys import DEEPSPEED_OPTIMIZERS, TOP_LEVEL_KEYS
 from ds_galore.parameters import OPTIMIZERS
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"

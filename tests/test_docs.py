@@ -28,7 +28,8 @@ from markdown_it import MarkdownIt
 from torch import nn
 
 from ds_galore.cli import main
-from ds_galore.config import DsGaloreConfig, check_config
+from ds_galore.config import DsGaloreConfig
+from ds_galore.conflicts import check_config
 from ds_galore.parameters import OPTIMIZERS
 from ds_galore.tools.merge import load_state_dict
 from ds_galore.tools.reshard import reshard_checkpoint

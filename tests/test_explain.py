@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from ds_galore.config import DEEPSPEED_OPTIMIZERS, check_config, load_config
+from ds_galore.config import load_config
+from ds_galore.conflicts import check_config
 from ds_galore.deepspeed_keys import (
     AUTO,
     CLOSED_SECTIONS,
+    DEEPSPEED_OPTIMIZERS,
     OPEN_SECTIONS,
     REMOVED,
     SCHEDULERS,

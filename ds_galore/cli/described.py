@@ -154,7 +154,9 @@ def settings_from(path: Path | None) -> dict[str, Any]:
     """What a configuration file says of a job; None is for options alone."""
     if path is None:
         return settings_of({})
-    from ds_galore.config import DEEPSPEED_OPTIMIZERS, check_config, load_config
+    from ds_galore.config import load_config
+    from ds_galore.conflicts import check_config
+    from ds_galore.deepspeed_keys import DEEPSPEED_OPTIMIZERS
 
     config = load_config(path)
     try:

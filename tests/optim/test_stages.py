@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_galore.config import check_config
+from ds_galore.conflicts import check_config
 from ds_galore.errors import BindingError, ConfigError
 from ds_galore.zero.binding import flat_parts
 from ds_galore.zero.layout import group_ranges
