@@ -29,15 +29,16 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from torch import Tensor
 
 from ds_galore.checkpoint.base import Base, OpenBase, Source, in_budget
+from ds_galore.checkpoint.choosing import is_ours, latest_or_unfinished, other_than
 from ds_galore.checkpoint.codecs import Compressor
 from ds_galore.checkpoint.errors import DamageError, FormatError, NotCommittedError
 from ds_galore.checkpoint.files import FileRecord, replace_file, sync_directory
 from ds_galore.checkpoint.job import Factors, Plan, SaveJob
 from ds_galore.checkpoint.job import plan as plan_save
-from ds_galore.checkpoint.loading import PreparedLoad, is_placeholder, load_file
-from ds_galore.checkpoint.manifest import MANIFEST, Manifest
+from ds_galore.checkpoint.loading import PreparedLoad, load_file
+from ds_galore.checkpoint.manifest import Manifest
 from ds_galore.checkpoint.pieces import MASTER, WEIGHT, StateMap, rounded_weights
-from ds_galore.checkpoint.siblings import is_rotated, kept_copy, newest_intact_sibling, try_to_keep
+from ds_galore.checkpoint.siblings import is_rotated, kept_copy, try_to_keep
 from ds_galore.checkpoint.snapshot import Background, HostBuffers
 from ds_galore.checkpoint.store import CheckpointStore
 from ds_galore.checkpoint.tree import flatten
@@ -433,8 +434,8 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         group = RankGroup(dist.group.WORLD)
         store = CheckpointStore(Path(load_dir).absolute())
         with group.together():
-            chosen = self._latest(store) if tag is None else str(tag)
-            ours = chosen is not None and self._is_ours(store, chosen)
+            chosen = latest_or_unfinished(store) if tag is None else str(tag)
+            ours = chosen is not None and is_ours(store, chosen)
         if not _vote(group, Guard(), [ours])[0]:
             return None
         tried: set[str] = set()
@@ -450,7 +451,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             if not failed:
                 break
             self.end_load()
-            other = self._other_than(store, str(chosen), tried, group) if damaged else None
+            other = other_than(store, str(chosen), tried, group) if damaged else None
             if damaged and self._settings.on_damage == "previous" and other is not None and other[1] is not None:
                 if group.rank == 0:
                     logger.warning("%s cannot be loaded: %s; loading %s", store.path(str(chosen)), error, other[0])
@@ -505,47 +506,6 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
     def end_load(self) -> None:
         """Forget what was read for a load."""
         self._loading = None
-
-    @classmethod
-    def _latest(cls, store: CheckpointStore) -> str | None:
-        """What ``latest`` names; without it, the unfinished checkpoint in a save directory that is to hold one.
-
-        The Trainer takes the newest of its directories, finished or not. Elsewhere a run that died in its first save
-        has no checkpoint, which DeepSpeed tells by returning None.
-        """
-        latest = store.latest()
-        if latest is None and is_rotated(store.directory) and store.directory.is_dir():
-            found = sorted(path.name for path in store.directory.glob("global_step*") if path.is_dir())
-            return next((name for name in found if cls._is_ours(store, name)), None)
-        return latest
-
-    @staticmethod
-    def _is_ours(store: CheckpointStore, tag: str) -> bool:
-        """Whether a checkpoint is of our format, finished or not, or missing: that is told here as well."""
-        directory = store.path(tag)
-        return (directory / MANIFEST).exists() or all(is_placeholder(path) for path in directory.glob("*_states.pt"))
-
-    @staticmethod
-    def _other_than(store: CheckpointStore, tag: str, tried: set[str], group: RankGroup) -> tuple[str, str | None]:
-        """On all ranks: what else could be loaded, in words; and its tag, if it is in the same save directory."""
-        found: list[Any] = [("no intact checkpoint is beside it", None)]
-        with group.together(), contextlib.suppress(OSError):  # one rank searches; the others must not wait in vain
-            found = SaveEngine._search(store, tag, tried) if group.rank == 0 else found
-        dist.broadcast_object_list(found, src=0)
-        words, name = found[0]
-        return words, name
-
-    @staticmethod
-    def _search(store: CheckpointStore, tag: str, tried: set[str]) -> list[Any]:
-        found: list[Any] = [("no intact checkpoint is beside it", None)]
-        logger.warning("%s: cannot be loaded; looking for the newest intact checkpoint", store.path(tag))
-        other = next((each for each in store.intact() if each not in tried), None)
-        sibling = newest_intact_sibling(store.directory) if other is None else None
-        if other is not None:
-            found = [(f"the newest intact checkpoint is {store.path(other)}", other)]
-        elif sibling is not None:
-            found = [(f"the newest intact checkpoint is {sibling}", None)]
-        return found
 
     def _continue_from(self, store: CheckpointStore, tag: str, manifest: Manifest, group: RankGroup) -> None:
         """Let the next checkpoint differ from what the loaded one differs from."""
