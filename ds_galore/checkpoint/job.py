@@ -25,7 +25,7 @@ from torch import Tensor
 from ds_galore.checkpoint.base import OpenBase
 from ds_galore.checkpoint.codecs import Compressor
 from ds_galore.checkpoint.codecs.base import Bits
-from ds_galore.checkpoint.files import FORMAT, VERSION, DataFile, FileRecord, digest_of, replace_file
+from ds_galore.checkpoint.files import FORMAT, VERSION, DataFile, FileRecord, digest_of, file_digest, replace_file
 from ds_galore.checkpoint.manifest import Manifest
 from ds_galore.checkpoint.pieces import MASTER, NAMES, Piece, StateMap, describe, to_bits
 from ds_galore.checkpoint.siblings import is_rotated, try_to_keep
@@ -162,7 +162,10 @@ class SaveJob:
             return []
         digests = {each.key: digest_of(self._bits(each)[0]) for each in ranges}
         for record in self.frozen:
-            entries = DataFile(self.store.path(self.tag) / record.name, record.header).entries
+            path = self.store.path(self.tag) / record.name
+            if file_digest(path) != record.digest:  # a full checkpoint must not build on what has rotted since
+                continue
+            entries = DataFile(path, record.header).entries
             if {(entry.name, entry.start): entry.digest for entry in entries} == digests:
                 return self.frozen
 

@@ -123,6 +123,38 @@ def test_a_frozen_weight_that_changed_is_written_again(pool, tmp_path):
     assert len(list(store.path("after").glob("rank-*"))) == len(list(store.path("before").glob("rank-*")))
 
 
+def rotten(directory: str) -> None:
+    """A byte of the file of frozen weights changes on the disk, under every name that it has."""
+    import torch.distributed as dist
+
+    engine = make(ADAMW, 3, "full", 1)
+    jobs.train(engine, jobs.batches(1, BATCH))
+    save(engine, directory, "before")
+    if dist.get_rank() == 0:
+        path = next(Path(directory, "before").glob("rank-00000-*.frozen*"))
+        path.chmod(0o644)
+        with path.open("r+b") as file:
+            file.seek(-50, 2)
+            byte = file.read(1)[0]
+            file.seek(-50, 2)
+            file.write(bytes([byte ^ 1]))
+    dist.barrier()
+    save(engine, directory, "after")
+
+
+def test_a_full_checkpoint_does_not_build_on_a_file_that_has_rotted(pool, tmp_path):
+    pool.run(2, rotten, str(tmp_path))
+    store = CheckpointStore(tmp_path)
+    assert store.open("before").verify()
+    assert store.open("after").verify() == []
+    inodes = [
+        [next(store.path(tag).glob(f"rank-0000{rank}-*.frozen*")).stat().st_ino for rank in (0, 1)]
+        for tag in store.tags()
+    ]
+    assert inodes[0][0] != inodes[1][0]
+    assert inodes[0][1] == inodes[1][1]
+
+
 def moved(directory: str) -> dict[str, Any]:
     engine = make(ADAMW, 3, "differential", 2)
     engine.load_checkpoint(directory, tag="two")
