@@ -112,12 +112,6 @@ def _check_checkpoint(config: Mapping[str, Any]) -> Iterator[str]:
         yield _refusal(
             "checkpoint.writer", section(config, "checkpoint")["writer"], "ds_galore.checkpoint is a writer itself"
         )
-    if section(config, "checkpoint").get("use_node_local_storage"):
-        yield _refusal(
-            "checkpoint.use_node_local_storage",
-            True,
-            "ds_galore.checkpoint needs one directory that all ranks see, to commit what they wrote together",
-        )
     if section(config, "datastates_ckpt"):
         yield _refusal("datastates_ckpt", config["datastates_ckpt"], "ds_galore.checkpoint is a writer itself")
 

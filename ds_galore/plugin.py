@@ -156,13 +156,15 @@ def _put_checkpoints(original: Callable[..., Any], engine: Any, settings: Checkp
     from ds_galore.checkpoint.engine import SaveEngine
 
     made = SaveEngine(settings, monitor)
+    # Ours to do: DeepSpeed would have every node save what one rank saves.
+    node_local, engine._config.use_node_local_storage = bool(engine._config.use_node_local_storage), False
     theirs = module.create_checkpoint_engine
     try:
         module.create_checkpoint_engine = lambda **_: made  # called by this name, once, below
         original(engine)
     finally:
         module.create_checkpoint_engine = theirs
-    made.attach(engine)
+    made.attach(engine, node_local=node_local)
     save = engine.save_checkpoint
 
     @functools.wraps(save)  # the Trainer looks at its signature

@@ -205,7 +205,9 @@ def _checkpoints(config: Mapping[str, Any]) -> str:
     stays = "all of them" if settings.keep_last is None else f"the newest {settings.keep_last}"
     if settings.keep_every is not None:
         stays += f" and those of every {settings.keep_every}th step"
-    parts.append(f"in the directory that the program saves to, where {stays} stay")
+    local = section(config, "checkpoint").get("use_node_local_storage")
+    where = f"{'each node its own ranks, ' if local else ''}in the directory that the program saves to"
+    parts.append(f"{where}, where {stays} stay")
     parts.append(f"{settings.compression.codec} {settings.compression.level}")
     if settings.state_dtype != "exact":
         parts.append(f"moments stored as {settings.state_dtype}, which loses digits")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ds_galore import DataError
 from ds_galore.checkpoint.errors import DamageError, FormatError, NotCommittedError
 from ds_galore.checkpoint.manifest import MANIFEST
+from ds_galore.checkpoint.nodes import Nodes
 from ds_galore.checkpoint.store import CheckpointStore
 from ds_galore.zero.group import RankGroup
 
@@ -88,7 +89,7 @@ def client_state(group: RankGroup, consumed: int) -> dict[str, Any]:
     return {"consumed": consumed, "random": dict(enumerate(states))}
 
 
-def find_checkpoint(group: RankGroup, directory: Path, wanted: str) -> str | None:
+def find_checkpoint(group: RankGroup, directory: Path, wanted: str, nodes: Nodes | None = None) -> str | None:
     """The tag to continue from, the same on all ranks. Collective.
 
     Parameters
@@ -98,12 +99,16 @@ def find_checkpoint(group: RankGroup, directory: Path, wanted: str) -> str | Non
     wanted
         ``"latest"``: what the file of that name names; ``"auto"``: the newest checkpoint in which nothing is wrong, or
         None, a new run, where there is none; else a tag.
+    nodes
+        Where each node has a save directory of its own.
 
     Raises
     ------
     DataError
         If it is not there.
     """
+    if nodes is not None:
+        return _find_on_nodes(nodes, directory, wanted)
     found: list[str | None] = [wanted]
     with group.together():
         if group.rank == 0:
@@ -112,6 +117,16 @@ def find_checkpoint(group: RankGroup, directory: Path, wanted: str) -> str | Non
             raise DataError(f"--resume {wanted}: {directory / wanted} is not there on rank {group.rank}")
     dist.broadcast_object_list(found, src=0)
     return found[0]
+
+
+def _find_on_nodes(nodes: Nodes, directory: Path, wanted: str) -> str | None:
+    store = CheckpointStore(directory)
+    if wanted == "auto":
+        return nodes.newest_intact(store)
+    found = nodes.latest(store) if wanted == "latest" else wanted
+    if found is None:
+        raise DataError(f"--resume: {directory} holds no checkpoint on any node (no file 'latest')")
+    return found
 
 
 def _find(directory: Path, wanted: str) -> str | None:

@@ -340,7 +340,8 @@ class Trainer:
 
     def load(self, wanted: str) -> None:
         """Continue from a checkpoint."""
-        tag = find_checkpoint(self.group, self.checkpoints, wanted)
+        nodes = getattr(self.engine.checkpoint_engine, "nodes", None)
+        tag = find_checkpoint(self.group, self.checkpoints, wanted, nodes)
         if tag is None:
             if self.rank == 0:
                 print(f"--resume auto: {self.checkpoints} holds no intact checkpoint; starting anew", file=sys.stderr)

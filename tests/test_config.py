@@ -106,10 +106,6 @@ def test_auto_is_resolved_where_it_has_a_meaning_and_the_rest_is_left():
             r"zero_optimization\.elastic_checkpoint is True: ds_galore\.checkpoint loads on any number of ranks",
         ),
         (
-            {"ds_galore": {"checkpoint": {}}, "checkpoint": {"use_node_local_storage": True}},
-            r"checkpoint\.use_node_local_storage is True: ds_galore\.checkpoint needs one directory that all ranks see",
-        ),
-        (
             {"ds_galore": {"checkpoint": {"asinc": True}}},
             r"checkpoint\.asinc: unknown key; did you mean 'async'\?",
         ),

@@ -119,6 +119,13 @@ def test_what_is_told_of_the_optimizer_is_what_the_optimizer_takes():
     assert "whole on every rank or in parts" in told
 
 
+def test_where_nodes_have_storage_of_their_own_that_is_told():
+    config = {**changed(), "ds_galore": {"checkpoint": {}}, "checkpoint": {"use_node_local_storage": True}}
+    assert any(
+        "each node its own ranks, in the directory that the program saves to" in line for line in explain(config).uses
+    )
+
+
 # ---------------------------------------------------------------------- what is ignored
 
 

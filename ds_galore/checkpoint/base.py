@@ -56,6 +56,8 @@ class Base:
         By name and start, bit patterns of this rank's ranges that are kept in memory.
     factors
         By parameter, its projector, whole, where it is kept in memory.
+    ranks
+        Whose files are in those directories, where the others' are on other nodes; None: all.
     """
 
     tag: str
@@ -63,6 +65,7 @@ class Base:
     saves: int
     arrays: Mapping[tuple[str, int], Bits] = field(default_factory=dict)
     factors: Factors = field(default_factory=dict)
+    ranks: range | None = None
     readers: dict[Source, CheckpointReader] = field(default_factory=dict, compare=False)
 
     def open(self, rank: int, near: Path) -> OpenBase | None:
@@ -73,7 +76,9 @@ class Base:
                     continue
                 reader = self.readers.get(source)
                 if reader is None or not reader.is_there(rank):
-                    reader = self.readers[source] = CheckpointReader(source.directory, drop=source.drop)
+                    reader = self.readers[source] = CheckpointReader(
+                        source.directory, drop=source.drop, ranks=self.ranks
+                    )
                 return OpenBase(self, reader, rank, reader.held_by(rank))
             except (DamageError, FormatError, NotCommittedError, OSError):
                 continue

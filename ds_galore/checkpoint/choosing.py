@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ds_galore.checkpoint.loading import is_placeholder
 from ds_galore.checkpoint.manifest import MANIFEST
+from ds_galore.checkpoint.nodes import Nodes
 from ds_galore.checkpoint.siblings import is_rotated, newest_intact_sibling
 from ds_galore.checkpoint.store import CheckpointStore
 from ds_galore.zero.group import RankGroup
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 #: Words about a checkpoint, and its tag if it is in the same save directory.
 Other = tuple[str, str | None]
+_LOOKING = "%s: cannot be loaded; looking for the newest intact checkpoint"
 _NONE: Other = ("no intact checkpoint is beside it", None)
 
 
@@ -44,7 +46,9 @@ def is_ours(store: CheckpointStore, tag: str) -> bool:
     return (directory / MANIFEST).exists() or all(is_placeholder(path) for path in directory.glob("*_states.pt"))
 
 
-def other_than(store: CheckpointStore, tag: str, tried: set[str], group: RankGroup) -> Other:
+def other_than(
+    store: CheckpointStore, tag: str, tried: set[str], group: RankGroup, nodes: Nodes | None = None
+) -> Other:
     """What else could be loaded, the same on all ranks. Collective.
 
     Parameters
@@ -53,7 +57,14 @@ def other_than(store: CheckpointStore, tag: str, tried: set[str], group: RankGro
         What could not be loaded.
     tried
         Tags of the store that are not to be named.
+    nodes
+        Where each has storage of its own.
     """
+    if nodes is not None:
+        if group.rank == 0:
+            logger.warning(_LOOKING, store.path(tag))
+        newest = nodes.newest_intact(store, frozenset(tried))
+        return _NONE if newest is None else _found(store, newest)
     found: list[Other] = [_NONE]
     with group.together(), contextlib.suppress(OSError):  # one rank searches; the others must not wait in vain
         if group.rank == 0:
@@ -62,10 +73,14 @@ def other_than(store: CheckpointStore, tag: str, tried: set[str], group: RankGro
     return found[0]
 
 
+def _found(store: CheckpointStore, tag: str) -> Other:
+    return f"the newest intact checkpoint is {store.path(tag)}", tag
+
+
 def _search(store: CheckpointStore, tag: str, tried: set[str]) -> Other:
-    logger.warning("%s: cannot be loaded; looking for the newest intact checkpoint", store.path(tag))
+    logger.warning(_LOOKING, store.path(tag))
     other = next((each for each in store.intact() if each not in tried), None)
     if other is not None:
-        return f"the newest intact checkpoint is {store.path(other)}", other
+        return _found(store, other)
     sibling = newest_intact_sibling(store.directory)
     return _NONE if sibling is None else (f"the newest intact checkpoint is {sibling}", None)

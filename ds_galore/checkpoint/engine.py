@@ -7,7 +7,7 @@ DeepSpeed leaves committing and ``latest`` to it; the plugin calls :meth:`SaveEn
 
 A save has two parts. Before ``save_checkpoint`` returns, all ranks agree on what it differs from, copy their state to
 host memory, and link the files of the base. Encoding and writing follow, in a thread or at once. When a rank's files
-are durable it writes a ``.done`` file; when all ranks have, rank 0's thread writes the manifest and ``latest``.
+are durable it says so (:mod:`.boards`); when all ranks have, rank 0's thread writes the manifest and ``latest``.
 Nothing in a thread is a collective: ranks tell each other about failures at the next call.
 """
 
@@ -29,6 +29,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from torch import Tensor
 
 from ds_galore.checkpoint.base import Base, OpenBase, Source, in_budget
+from ds_galore.checkpoint.boards import DirectoryBoard
 from ds_galore.checkpoint.choosing import is_ours, latest_or_unfinished, other_than
 from ds_galore.checkpoint.codecs import Compressor
 from ds_galore.checkpoint.errors import DamageError, FormatError, NotCommittedError
@@ -37,6 +38,7 @@ from ds_galore.checkpoint.job import Factors, Plan, SaveJob
 from ds_galore.checkpoint.job import plan as plan_save
 from ds_galore.checkpoint.loading import PreparedLoad, load_file
 from ds_galore.checkpoint.manifest import Manifest
+from ds_galore.checkpoint.nodes import Nodes
 from ds_galore.checkpoint.pieces import MASTER, WEIGHT, StateMap, rounded_weights
 from ds_galore.checkpoint.siblings import is_rotated, kept_copy, try_to_keep
 from ds_galore.checkpoint.snapshot import Background, HostBuffers
@@ -92,11 +94,19 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         self._token, self._saves = "", 0
         self._told = False
         self.hook: Callable[[str], None] = lambda point: None  #: called at the points of a save, for tests
+        self.nodes: Nodes | None = None  #: where each node has storage of its own
         self.last_copied_bytes = 0  #: of this rank's state, by the last save
         self.peak_host_bytes = 0  #: the most that copies, base and encoded data have taken on this rank
 
-    def attach(self, engine: Any) -> None:
+    def attach(self, engine: Any, *, node_local: bool = False) -> None:
         """Know the DeepSpeed engine whose states are saved, without keeping it alive.
+
+        Parameters
+        ----------
+        engine
+            DeepSpeed's.
+        node_local
+            Whether each node saves to storage of its own. Collective where it does.
 
         Raises
         ------
@@ -111,6 +121,8 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
                 "ds_galore.checkpoint: tensor and pipeline parallelism and mixtures of experts are not supported; leave"
                 " the section out for DeepSpeed's own checkpoints"
             )
+        if node_local:
+            self.nodes = Nodes(RankGroup(dist.group.WORLD), int(engine.local_rank))
 
     # ------------------------------------------------------------------ what DeepSpeed calls
 
@@ -256,7 +268,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         assert job is not None
         if without_base:  # of some rank: then of none
             job.kind, job.base, job.linked, job.metadata["saves"] = "full", None, [], 1
-        if group.rank == 0 and self._last_dir not in (None, store.directory) and is_rotated(store.directory):
+        if self._leads(group) and self._last_dir not in (None, store.directory) and is_rotated(store.directory):
             assert self._last_dir is not None
             if kept_copy(self._last_dir).exists() and self._last_dir.exists():
                 try_to_keep(self._last_dir)  # with what the trainer has written beside since
@@ -268,6 +280,10 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         self._flight = job, Background(job.write, job.commit)
         if not self._settings.asynchronous:
             self.wait()
+
+    def _leads(self, group: RankGroup) -> bool:
+        """Whether this rank does what is done once for a directory."""
+        return group.rank == 0 if self.nodes is None else self.nodes.is_leader
 
     def _next_kind(self) -> tuple[str, Base | None]:
         """Kind and base of the next checkpoint, decided alike on all ranks."""
@@ -315,7 +331,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         tensors, ranges, states = plan
         engine = self._engine()
         store.path(tag).mkdir(parents=True, exist_ok=True)
-        for made in (store.path(tag), store.directory) if group.rank == 0 else ():
+        for made in (store.path(tag), store.directory) if self._leads(group) else ():
             sync_directory(made.parent)
         linked = store.link(tag, group.rank, base.reader) if base is not None else []
         frozen = self._link_frozen(store, tag)
@@ -325,13 +341,17 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             "zero_stage": int(engine.zero_optimization_stage()),
             "optimizer": type(engine.basic_optimizer).__name__,
             "saves": saves,
+            **({"node_local": True} if self.nodes is not None else {}),
         }
+        token = f"{self._token}-{self._saves}"
+        board = DirectoryBoard(store.path(tag), token) if self.nodes is None else self.nodes.board.of(token)
         copies = self._buffers.copy(tensors)
         self.last_copied_bytes = sum(each.nbytes for each in copies)
         return SaveJob(
             store=store,
             tag=tag,
-            token=f"{self._token}-{self._saves}",
+            board=board,
+            nodes=self.nodes,
             rank=group.rank,
             world_size=group.world_size,
             kind=kind,
@@ -390,11 +410,16 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         budget = self._settings.base_memory_gb * 1e9
         arrays, factors = in_budget(job.written, job.factors, f"/{MASTER}", budget)
         saves = int(job.metadata["saves"])
-        self._base = Base(job.tag, tuple(Source(place) for place in places), saves, arrays, factors)
+        sources = tuple(Source(place) for place in places)
+        self._base = Base(job.tag, sources, saves, arrays, factors, self._ranks_here())
         in_use = {each.copy for each in job.ranges if each.key in arrays}
         free = [copy for number, copy in enumerate(job.copies) if number not in in_use]
         self._buffers.give_back([*free, *self._base_copies])
         self._base_copies = [copy for number, copy in enumerate(job.copies) if number in in_use]
+
+    def _ranks_here(self) -> range | None:
+        """Whose files this node's directories hold; None: everybody's."""
+        return None if self.nodes is None else self.nodes.own
 
     def _remember_frozen(self, files: Sequence[FileRecord], places: list[Path]) -> None:
         found = next((each for each in files if ".frozen" in each.name), None)
@@ -435,6 +460,9 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         store = CheckpointStore(Path(load_dir).absolute())
         with group.together():
             chosen = latest_or_unfinished(store) if tag is None else str(tag)
+        if self.nodes is not None and tag is None:
+            chosen = self.nodes.latest(store)
+        with group.together():
             ours = chosen is not None and is_ours(store, chosen)
         if not _vote(group, Guard(), [ours])[0]:
             return None
@@ -443,6 +471,8 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             error: BaseException | None = None
             tried.add(str(chosen))
             try:
+                if self.nodes is not None:
+                    self.nodes.bring(store, str(chosen))
                 self._loading = PreparedLoad(store, str(chosen), self._engine(), arguments, group)
             except Exception as caught:  # noqa: BLE001 - raised again by all ranks below
                 error = caught
@@ -451,7 +481,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             if not failed:
                 break
             self.end_load()
-            other = other_than(store, str(chosen), tried, group) if damaged else None
+            other = other_than(store, str(chosen), tried, group, self.nodes) if damaged else None
             if damaged and self._settings.on_damage == "previous" and other is not None and other[1] is not None:
                 if group.rank == 0:
                     logger.warning("%s cannot be loaded: %s; loading %s", store.path(str(chosen)), error, other[0])
@@ -525,7 +555,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             return
         drop = 1 if manifest.kind == "differential" else 0
         base_tag = str(manifest.base) if drop else tag
-        self._base = Base(base_tag, (Source(store.path(tag), drop),), saves)
+        self._base = Base(base_tag, (Source(store.path(tag), drop),), saves, ranks=self._ranks_here())
 
 
 def _agree_on_rounded(engine: Any, group: RankGroup, guard: Guard) -> frozenset[str]:

@@ -1,7 +1,8 @@
 """One save: what it stores, and the work in the background that makes a checkpoint of it.
 
-When a rank's files are durable it writes a ``.done`` file; when all ranks have, rank 0's thread writes the manifest and
-``latest``. Nothing here is a collective.
+When a rank's files are durable it says so on a board; when all ranks have, rank 0's thread writes the manifest and
+``latest``, and where nodes have storage of their own the first rank of each does the same there. Nothing here is a
+collective.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,12 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from ds_galore.checkpoint.base import OpenBase
+from ds_galore.checkpoint.boards import Board
 from ds_galore.checkpoint.codecs import Compressor
 from ds_galore.checkpoint.codecs.base import Bits
-from ds_galore.checkpoint.files import FORMAT, VERSION, DataFile, FileRecord, digest_of, file_digest, replace_file
-from ds_galore.checkpoint.manifest import Manifest
+from ds_galore.checkpoint.files import FORMAT, VERSION, DataFile, FileRecord, digest_of, file_digest
+from ds_galore.checkpoint.manifest import MANIFEST, Manifest
+from ds_galore.checkpoint.nodes import Nodes
 from ds_galore.checkpoint.pieces import MASTER, NAMES, Piece, StateMap, describe, to_bits
 from ds_galore.checkpoint.siblings import is_rotated, try_to_keep
 from ds_galore.checkpoint.store import CheckpointStore, Shard
@@ -98,7 +100,8 @@ class SaveJob:
 
     store: CheckpointStore
     tag: str
-    token: str
+    board: Board
+    nodes: Nodes | None  # where they have storage of their own
     rank: int
     world_size: int
     kind: str
@@ -142,12 +145,12 @@ class SaveJob:
             }
             self.encoded_bytes = files[-1].bytes
         except BaseException as error:
-            self._try_to_tell({"error": f"{type(error).__name__}: {error}"})
+            self._try_to_tell(_name(self.rank), error)
             if self.rank == 0:
                 self._tell_failure(f"{type(error).__name__}: {error}")
             raise
         self.hook("telling")
-        replace_file(self._done(self.rank), [json.dumps(report).encode()])
+        self.board.post(_name(self.rank), report)
         self.seconds = time.monotonic() - begin
 
     def _write(self, shards: Iterable[Shard], older: list[FileRecord], kind: str) -> list[FileRecord]:
@@ -220,13 +223,18 @@ class SaveJob:
             yield Shard(piece.name, dtype, shape, start, bits, reference, digest=digest)
 
     def commit(self, ok: bool) -> None:
-        """On rank 0: when all ranks have written, declare the checkpoint complete."""
+        """On rank 0, and the first rank of each node: when all ranks have written, declare the checkpoint complete."""
+        if not ok:
+            return
         if self.rank != 0:
+            if self.nodes is not None and self.nodes.is_leader:
+                self._commit_here(self.nodes)
             return
         try:
-            if ok:
-                self._commit()
+            self._commit()
         except BaseException as error:
+            if self.nodes is not None:
+                self._try_to_tell(MANIFEST, error)
             self._tell_failure(f"{type(error).__name__}: {error}")
             raise
 
@@ -235,16 +243,39 @@ class SaveJob:
             self.record.failed(message)
 
     def _commit(self) -> None:
-        reports = [self._await_report(rank) for rank in range(self.world_size)]
+        reports = [self._await(_name(rank), f"rank {rank}") for rank in range(self.world_size)]
         files = [[FileRecord(**each) for each in report["files"]] for report in reports]
         states = {name: FileRecord(**each) for report in reports for name, each in report["states"].items()}
         base = None if self.base is None else self.base.base.tag
-        self.store.commit(
-            self.tag, files, base=base, kind=self.kind, metadata=self.metadata, latest=self.latest, states=states
-        )
+        manifest = Manifest.now(self.tag, self.kind, base, files, self.metadata, states)
+        own = range(self.world_size) if self.nodes is None else self.nodes.own
+        names = [[each["name"] for each in (*report["files"], *report["states"].values())] for report in reports]
+        self.store.publish(manifest, latest=self.latest, here={name for rank in own for name in names[rank]})
+        for leader in self.nodes.leaders if self.nodes is not None else ():
+            if leader == 0:
+                self.board.post(MANIFEST, {"text": manifest.to_json().decode(), "names": names})
+            else:  # until then rank 0 serves the board; not longer, for a node that is lost
+                self._await(_name(leader, MANIFEST), f"rank {leader}", patient=False)
         if self.record is not None:
             new = sum(report["new_bytes"] for report in reports) + sum(each.bytes for each in states.values())
             self.record.durable(new, sum(report["logical_bytes"] for report in reports))
+        self._thin_out(base)
+
+    def _commit_here(self, nodes: Nodes) -> None:
+        """Put rank 0's manifest into this node's directory too."""
+        try:
+            word = self._await(MANIFEST, "rank 0")
+            manifest = Manifest.parse(word["text"].encode(), self.store.path(self.tag))
+            here = {name for rank in nodes.own for name in word["names"][rank]}
+            self.store.publish(manifest, latest=self.latest, here=here)
+        except BaseException as error:
+            self._try_to_tell(_name(self.rank, MANIFEST), error)
+            raise
+        self.board.post(_name(self.rank, MANIFEST), {})
+        self._thin_out(manifest.base)
+
+    def _thin_out(self, base: str | None) -> None:
+        """Remove what is not to be kept, or keep what others are to remove."""
         if is_rotated(self.store.directory):
             try_to_keep(self.store.directory)
         if self.settings.keep_last is not None:
@@ -261,33 +292,31 @@ class SaveJob:
             except OSError as error:
                 logger.warning("%s: old checkpoints could not be removed: %s", self.store.directory, error)
 
-    def _done(self, rank: int) -> Path:
-        """Where a rank says that its files are durable."""
-        return self.store.path(self.tag) / f".done-{self.token}-{rank:05}"
+    def _try_to_tell(self, name: str, error: BaseException) -> None:
+        # The disk, or a rank that is gone, may be what failed: the next call tells.
+        with contextlib.suppress(OSError, RuntimeError):
+            self.board.post(name, {"error": f"{type(error).__name__}: {error}"})
 
-    def _try_to_tell(self, report: Mapping[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the disk may be what failed: the next call tells
-            replace_file(self._done(self.rank), [json.dumps(report).encode()])
-
-    def _await_report(self, rank: int) -> Any:
-        """What another rank wrote, once it has."""
+    def _await(self, name: str, who: str, *, patient: bool = True) -> Any:
+        """What another rank left under a name, once it has; unless ``patient``, within a time."""
         ending: float | None = None
         while True:
-            try:
-                report = json.loads(self._done(rank).read_bytes())
-            except FileNotFoundError:
+            word = self.board.find(name)
+            if word is None:
                 if self.abandoned:
-                    raise PeerError(f"{self.tag}: not committed, since another rank failed") from None
-                if (
-                    self.leaving or not threading.main_thread().is_alive()
-                ):  # nobody can tell any more that a rank has died
+                    raise PeerError(f"{self.tag}: not committed, since another rank failed")
+                # Where nobody can tell any more that a rank has died:
+                if self.leaving or not patient or not threading.main_thread().is_alive():
                     ending = ending if ending is not None else time.monotonic()
                     if time.monotonic() - ending > max(LAST_WAIT, LAST_WAIT_TIMES * self.seconds):
-                        raise PeerError(
-                            f"{self.tag}: not committed, since rank {rank} did not finish its part"
-                        ) from None
+                        raise PeerError(f"{self.tag}: not committed, since {who} did not finish its part")
                 time.sleep(POLL)
                 continue
-            if "error" in report:
-                raise PeerError(f"rank {rank} failed, and {self.tag} is not committed: {report['error']}")
-            return report
+            if "error" in word:
+                raise PeerError(f"{who} failed, and {self.tag} is not committed: {word['error']}")
+            return word
+
+
+def _name(rank: int, what: str = "") -> str:
+    """Under which a rank says that its files, or something else, are durable."""
+    return f"{what}{rank:05}"

@@ -5,9 +5,10 @@ Imports the standard library and :mod:`.files`.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,20 @@ class Manifest:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     states: Mapping[str, FileRecord] = field(default_factory=dict)
 
+    @classmethod
+    def now(
+        cls,
+        tag: str,
+        kind: str,
+        base: str | None,
+        files: Sequence[Sequence[FileRecord]],
+        metadata: Mapping[str, Any],
+        states: Mapping[str, FileRecord],
+    ) -> Manifest:
+        """The manifest of a checkpoint that is created now."""
+        created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        return cls(tag, created, kind, base, tuple(tuple(rank) for rank in files), dict(metadata), dict(states))
+
     @property
     def world_size(self) -> int:
         """Number of ranks that wrote it."""
@@ -77,11 +92,20 @@ class Manifest:
             "states": {name: asdict(record) for name, record in self.states.items()},
         }
 
+    def records(self) -> Iterator[FileRecord]:
+        """Every file that it names."""
+        for rank in self.files:
+            yield from rank
+        yield from self.states.values()
+
+    def to_json(self) -> bytes:
+        """What stands in its file."""
+        values = self._values()
+        return json.dumps({**values, "digest": _digest(values)}, indent=1).encode()
+
     def write(self, directory: Path) -> None:
         """Put it into a directory: the checkpoint exists from then on."""
-        values = self._values()
-        text = json.dumps({**values, "digest": _digest(values)}, indent=1)
-        replace_file(directory / MANIFEST, [text.encode()])
+        replace_file(directory / MANIFEST, [self.to_json()])
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -100,11 +124,19 @@ class Manifest:
         try:
             if path.stat().st_size > MAX_MANIFEST:
                 raise DamageError(f"{path}: is too large for a manifest")
-            values = json.loads(path.read_bytes())
+            data = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             raise NotCommittedError(f"{directory}: holds no finished checkpoint (no {MANIFEST})") from None
         except OSError as error:
             raise DamageError(f"{path}: cannot be read: {error}") from None
+        return cls.parse(data, directory)
+
+    @classmethod
+    def parse(cls, data: bytes, directory: Path) -> Manifest:
+        """The manifest that :meth:`to_json` gave, which is to stand in a directory; raises as :meth:`read`."""
+        path = directory / MANIFEST
+        try:
+            values = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise DamageError(f"{path}: is damaged: {error}") from None
         if not isinstance(values, dict) or values.get("format") != FORMAT:

@@ -23,6 +23,8 @@ from ds_galore.checkpoint.manifest import Manifest
 
 __all__ = ["CheckpointReader", "LogicalTensor"]
 
+#: Where a file is missing of a checkpoint that nodes saved to storage of their own.
+NODE_LOCAL_HINT = " (each node saved its own files: copy the nodes' directories together)"
 #: Columns of an int8 or int4 projector that share a scale.
 SCALE_BLOCK = 256
 
@@ -55,6 +57,8 @@ class CheckpointReader:
     drop
         How many of each rank's newest files to leave out: 1 gives the base of a differential checkpoint, of which the
         checkpoint's directory holds all tensors.
+    ranks
+        Whose files have to be there, where the others' are on other nodes; all by default.
 
     Raises
     ------
@@ -63,7 +67,7 @@ class CheckpointReader:
         digests of decoded data when they are read, and digests of whole files by :meth:`verify`.
     """
 
-    def __init__(self, directory: Path, *, drop: int = 0) -> None:
+    def __init__(self, directory: Path, *, drop: int = 0, ranks: Iterable[int] | None = None) -> None:
         self.directory = directory
         self.manifest = Manifest.read(directory)
         if drop:
@@ -71,11 +75,13 @@ class CheckpointReader:
             if not all(files):
                 raise DamageError(f"{directory}: is not the difference of {drop} files that it was")
             self.manifest = replace(self.manifest, files=files, states={})
-        for record in self._records():
+        expected = self._records() if ranks is None else [each for rank in ranks for each in self.manifest.files[rank]]
+        for record in expected:
             try:
                 found = (directory / record.name).stat().st_size
             except OSError as error:
-                raise DamageError(f"{directory / record.name}: cannot be read: {error.strerror}") from None
+                hint = NODE_LOCAL_HINT if self.manifest.metadata.get("node_local") else ""
+                raise DamageError(f"{directory / record.name}: cannot be read: {error.strerror}{hint}") from None
             if found != record.bytes:
                 raise DamageError(f"{directory / record.name}: has {found} bytes, and had {record.bytes} when written")
         self._files: dict[str, DataFile] = {}
@@ -85,7 +91,7 @@ class CheckpointReader:
         self._places: dict[str, dict[tuple[str, int, int], int]] = {}
 
     def _records(self) -> list[Any]:
-        return [record for rank in self.manifest.files for record in rank] + list(self.manifest.states.values())
+        return list(self.manifest.records())
 
     def _file(self, rank: int, depth: int) -> DataFile:
         """A rank's file; ``depth`` counts back from the newest, 0."""

@@ -7,14 +7,13 @@ waits for whom is the caller's. Imports NumPy and its neighbours; neither torch 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import errno
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -308,34 +307,52 @@ class CheckpointStore:
         DamageError
             If a file is not there with its size.
         """
-        directory = self.path(tag)
-        for record in [*(record for rank in files for record in rank), *(states or {}).values()]:
+        kind = kind or ("full" if base is None else "differential")
+        manifest = Manifest.now(tag, kind, base, files, metadata or {}, states or {})
+        self.publish(manifest, latest=latest)
+        return manifest
+
+    def publish(self, manifest: Manifest, *, latest: bool = True, here: Collection[str] | None = None) -> None:
+        """Put a manifest into the directory of its checkpoint, which is complete from then on.
+
+        Parameters
+        ----------
+        manifest
+            Of the checkpoint.
+        latest
+            Whether ``latest`` is to name it.
+        here
+            Names of the files that have to be there; all that the manifest names, unless they are on several nodes.
+
+        Raises
+        ------
+        DamageError
+            If a file is not there with its size.
+        """
+        directory = self.path(manifest.tag)
+        for record in manifest.records():
             found = directory / record.name
+            if here is not None and record.name not in here:
+                continue
             if not found.is_file() or found.stat().st_size != record.bytes:
                 raise DamageError(f"{found}: is not there as it was written; the checkpoint is not committed")
-        created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        manifest = Manifest(
-            tag,
-            created,
-            kind or ("full" if base is None else "differential"),
-            base,
-            tuple(tuple(rank) for rank in files),
-            dict(metadata or {}),
-            dict(states or {}),
-        )
         self._hook("committing")
         manifest.write(directory)
         self._hook("committed")
-        for name in manifest.states:
-            path = directory / name
-            if not path.exists() or path.stat().st_size != len(PLACEHOLDER):  # a native checkpoint's
-                replace_file(path, [PLACEHOLDER])
+        self.put_placeholders(directory, manifest)
         if latest:
-            self.set_latest(tag)
+            self.set_latest(manifest.tag)
         self._hook("latest")
         self._sweep(directory, manifest)
         self._hook("swept")
-        return manifest
+
+    @staticmethod
+    def put_placeholders(directory: Path, manifest: Manifest) -> None:
+        """Have files of the names that DeepSpeed looks for, in place of a native checkpoint's."""
+        for name in manifest.states:
+            path = directory / name
+            if not path.exists() or path.stat().st_size != len(PLACEHOLDER):
+                replace_file(path, [PLACEHOLDER])
 
     def set_latest(self, tag: str) -> None:
         """Let ``latest`` name a checkpoint, atomically."""
@@ -344,8 +361,7 @@ class CheckpointStore:
     @staticmethod
     def _sweep(directory: Path, manifest: Manifest) -> None:
         """Remove what an earlier or an interrupted save of the same tag left behind."""
-        named = {record.name for rank in manifest.files for record in rank}
-        named |= {record.name for record in manifest.states.values()}
+        named = {record.name for record in manifest.records()}
         for path in directory.iterdir():
             if _OURS.fullmatch(path.name) and path.name not in named:
                 path.unlink(missing_ok=True)

@@ -14,14 +14,14 @@ never views, because DeepSpeed replaces the storage when states are offloaded. A
 holder; elsewhere :func:`ds_galore.enable` has the engine tell. What ``_hp_mapping`` says at stages 1 and 2 is not used:
 under ``round_robin_gradients`` it is wrong (DeepSpeed 0.19.8), and it tells nothing of other ranks.
 
-Reads attributes of DeepSpeed's objects (seen in 0.19.8) and imports torch alone, so that the optimizers also work
-where DeepSpeed is not installed.
+Reads attributes of DeepSpeed's objects (seen in 0.17.6, 0.18.9 and 0.19.8) and imports torch alone, so that the
+optimizers also work where DeepSpeed is not installed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,16 +162,23 @@ def _flats(holder: Any) -> list[Tensor]:
 def _bind_index(holder: Any, index: int) -> FlatBinding:
     if hasattr(holder, "fp32_partitioned_groups_flat"):
         return _bind_sub_group(holder, index)
-    if hasattr(holder, "round_robin_bit16_offsets"):  # stages 1 and 2: in the order in which they lie there
-        offsets = zip(holder.round_robin_bit16_groups[index], holder.round_robin_bit16_offsets[index], strict=True)
+    if hasattr(holder, "round_robin_bit16_groups"):  # stages 1 and 2: in the order in which they lie there
+        parameters = holder.round_robin_bit16_groups[index]
+        found = getattr(holder, "round_robin_bit16_offsets", None)  # before DeepSpeed 0.19 nothing lies between them
+        offsets = _in_sequence(parameters) if found is None else zip(parameters, found[index], strict=True)
         return _bind_group(holder, index, holder.single_partition_of_fp32_groups[index].numel(), offsets)
     if hasattr(holder, "fp32_groups_flat_partition"):  # BF16_Optimizer: stage 1 with fp32 accumulation
-        sequence, offset = [], 0
-        for parameter in holder.bf16_groups[index]:
-            sequence.append((parameter, offset))
-            offset += parameter.numel()
-        return _bind_group(holder, index, holder.fp32_groups_flat_partition[index].numel(), sequence)
+        offsets = _in_sequence(holder.bf16_groups[index])
+        return _bind_group(holder, index, holder.fp32_groups_flat_partition[index].numel(), offsets)
     return _bind_copy(holder, index)
+
+
+def _in_sequence(parameters: Iterable[Parameter]) -> Iterator[tuple[Parameter, int]]:
+    """Parameters that lie one after the other, each with its offset."""
+    offset = 0
+    for parameter in parameters:
+        yield parameter, offset
+        offset += parameter.numel()
 
 
 def _bind_copy(holder: Any, index: int) -> FlatBinding:
@@ -207,10 +214,16 @@ def _bind_group(holder: Any, index: int, partition_numel: int, offsets: Iterable
     return FlatBinding(group, tuple(placements), tuple(names))
 
 
+def _process_group(holder: Any, index: int) -> Any:
+    """The ranks that share a sub-group; before DeepSpeed 0.19 the same ones share all of them."""
+    find = getattr(holder, "_get_sub_group_process_group", None)
+    return holder.dp_process_group if find is None else find(index)
+
+
 def _bind_sub_group(holder: Any, index: int) -> FlatBinding:
     """Stage 3: this rank's partitions of one sub-group's parameters, in sequence."""
     flat = holder.fp32_partitioned_groups_flat[index]
-    group = RankGroup(holder._get_sub_group_process_group(index))
+    group = RankGroup(_process_group(holder, index))
     placements, names, expected = [], [], 0
     for parameter in holder.fp16_groups[index]:
         sub_group, offset, partition_numel = holder.grad_position[holder.get_param_id(parameter)]

@@ -25,6 +25,7 @@ def make(
     checkpoint: Any = None,
     special: bool = False,
     hidden: int = 32,
+    node_local: bool = False,
     **x: Any,
 ) -> Any:
     """An engine with our checkpoints; ``special``: with tied embeddings, frozen parameters and buffers of integers."""
@@ -36,6 +37,8 @@ def make(
         get_accelerator().is_fp16_supported = lambda: True
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-2}}
     section = {"ds_galore": {"checkpoint": {"mode": mode, "full_every": 4, **(checkpoint or {})}}} if mode else {}
+    if node_local:
+        section["checkpoint"] = {"use_node_local_storage": True}
     micro = BATCH // dist.get_world_size()
     model = jobs.tiny_llama(tied=special, hidden=hidden)
     if special:

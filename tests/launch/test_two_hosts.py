@@ -143,12 +143,11 @@ def test_a_job_over_two_hosts_loses_one_and_goes_on_exactly(pool, tmp_path, host
     assert store.newest_intact() == f"step-{STEPS}"
 
 
-def test_on_storage_of_their_own_the_hosts_go_on_with_deepspeeds_checkpoints(pool, tmp_path, hosts):
-    """Ours need one directory that all ranks see, and refuse such a configuration."""
-    from ds_galore import ConfigError, check_deepspeed_config
-
+@pytest.mark.parametrize("ours", [True, False])
+def test_on_storage_of_their_own_the_hosts_go_on(pool, tmp_path, hosts, ours):
+    """With our checkpoints, and with DeepSpeed's."""
     local = {"checkpoint": {"use_node_local_storage": True}}
-    given = arguments(tmp_path, "run", ds_galore={}, **local)
+    given = arguments(tmp_path, "run", **local, **({} if ours else {"ds_galore": {}}))
     outputs = [tmp_path / "disk-0", tmp_path / "disk-1"]
     for output in outputs:
         output.mkdir()
@@ -164,14 +163,16 @@ def test_on_storage_of_their_own_the_hosts_go_on_with_deepspeeds_checkpoints(poo
     until(outputs[0], 9, jobs)
     kill(HOSTS[1])
     assert all(status != 0 for status, _ in finish(jobs))
-    jobs = [start(number, by_torchrun(number, [*own[number], "--resume", "step-6"])) for number in (0, 1)]
+    if ours:
+        names = [{path.name[:10] for path in output.glob("checkpoints/step-6/rank-*")} for output in outputs]
+        assert names == [{"rank-00000"}, {"rank-00001"}]
+    wanted = "auto" if ours else "step-6"
+    jobs = [start(number, by_torchrun(number, [*own[number], "--resume", wanted])) for number in (0, 1)]
     outcomes = finish(jobs)
     assert [status for status, _ in outcomes] == [0, 0], "\n".join(text for _, text in outcomes)
-    for output, rank in zip(outputs, (0, 1), strict=True):
+    for output, rank in zip(outputs if not ours else (), (0, 1), strict=False):
         names = [path.name for path in (output / "checkpoints" / "step-6").glob("*_optim_states.pt")]
         assert names == [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"]
     seen = losses(outputs[0])
     assert max(abs(loss - expected[step]) for step, loss in seen) < 2e-6
     assert {step for step, _ in seen} == set(range(1, int(STEPS) + 1))
-    with pytest.raises(ConfigError, match=r"checkpoint.use_node_local_storage is True"):
-        check_deepspeed_config({"ds_galore": {"checkpoint": {}}, **local})
