@@ -9,9 +9,10 @@ RANKS ?= 2
 JOBS ?= 2
 # Processes that run tests side by side; much of the time tests wait for jobs that start.
 WORKERS ?= 2
+DEEPSPEEDS ?= 0.18.9 0.17.6
 CONFIG ?= configs/zero3_galore.json
 
-.PHONY: train test lint typecheck docs unit crashtest fuzz bench bench-checkpoints quality clean
+.PHONY: train test lint typecheck docs unit compat crashtest fuzz bench bench-checkpoints quality clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -41,6 +42,15 @@ docs: $(VENV)/.dev
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not crashtest and not timed' $(ARGS)
 	$(BIN)/python -m pytest -m 'timed and not crashtest' $(ARGS) || test $$? -eq 5  # 5: none among those chosen
+
+# The core tests, which tests/compat.txt names, with the newest of the minor releases of DeepSpeed before the pinned one.
+compat: $(VENV)/.dev
+	for version in $(DEEPSPEEDS); do \
+		there="$(CURDIR)/build/deepspeed-$$version"; \
+		test -d "$$there" || $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target "$$there" "deepspeed==$$version" || exit 1; \
+		PYTHONPATH="$$there" TORCH_EXTENSIONS_DIR="$(CURDIR)/build/extensions-$$version" \
+			$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal @tests/compat.txt $(ARGS) || exit 1; \
+	done
 
 fuzz: $(VENV)/.dev
 	DS_GALORE_FUZZ=500 $(BIN)/python -m pytest tests/tools/test_fuzz.py -q

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,11 @@ from tests.pool import Pool
 # The jobs that tests start find the environment's ninja first. If the pool's processes found another one, each would
 # take the other's build of DeepSpeed's operator for stale, and compile it again, a minute of CPU at every turn.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def pytest_report_header() -> str:
+    """Which DeepSpeed is tested: `make compat` puts others before the environment's."""
+    return f"deepspeed {importlib.metadata.version('deepspeed')}"
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
 """One pool of real processes over gloo for the whole test session.
 
-Importing torch, DeepSpeed and transformers costs seconds a process, so the processes are kept and the process group is
-rebuilt when a test asks for another number of ranks. A call that outlives its time limit is a hang: the pool is
-killed, the test fails, and the next call starts a new pool.
+Importing torch, DeepSpeed and transformers costs seconds a process, so one process imports them and forks the ranks
+(Python's forkserver), which are kept; the process group is rebuilt when a test asks for another number of ranks. A call
+that outlives its time limit is a hang: the pool is killed, the test fails, and the next call starts a new pool.
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 MAX_WORLD_SIZE = 4
+#: What the ranks are forked with: nothing that starts threads.
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "deepspeed",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+]
 #: Seconds that the other ranks have to answer once one has failed.
 GRACE = 20.0
 
@@ -85,7 +93,8 @@ class Pool:
         return outcomes
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         for rank in range(MAX_WORLD_SIZE):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, theirs), daemon=True)

@@ -205,7 +205,7 @@ def _bind_group(holder: Any, index: int, partition_numel: int, offsets: Iterable
         ranges = group_ranges(offset, parameter.numel(), partition_numel, group.world_size)
         start, stop = ranges[group.rank]
         placements.append(Placement(parameter, offset + start - begin if stop > start else 0, tuple(ranges)))
-        names.append(holder.param_names.get(parameter))
+        names.append(_name(holder, parameter))
     if position > partition_numel * group.world_size:
         raise BindingError(
             f"parameter group {index} holds {position} elements, more than {group.world_size} partitions of"
@@ -218,6 +218,12 @@ def _process_group(holder: Any, index: int) -> Any:
     """The ranks that share a sub-group; before DeepSpeed 0.19 the same ones share all of them."""
     find = getattr(holder, "_get_sub_group_process_group", None)
     return holder.dp_process_group if find is None else find(index)
+
+
+def _name(holder: Any, parameter: Parameter) -> str | None:
+    """A parameter's name; at stage 3 DeepSpeed tells it since 0.18."""
+    found = getattr(holder, "param_names", {}).get(parameter)
+    return None if found is None else str(found)
 
 
 def _bind_sub_group(holder: Any, index: int) -> FlatBinding:
@@ -235,7 +241,7 @@ def _bind_sub_group(holder: Any, index: int) -> FlatBinding:
         expected += partition_numel
         ranges = even_ranges(parameter.ds_numel, partition_numel, group.world_size)
         placements.append(Placement(parameter, offset, tuple(ranges)))
-        names.append(holder.param_names.get(parameter))
+        names.append(_name(holder, parameter))
     if expected != flat.numel():
         raise BindingError(f"sub-group {index} holds {flat.numel()} elements where its parameters need {expected}")
     return FlatBinding(group, tuple(placements), tuple(names))
@@ -307,6 +313,7 @@ def flat_parts(engine: Any) -> list[FlatParts]:
         for placement, name in zip(binding.placements, binding.names, strict=True):
             start, stop = placement.ranges[binding.group.rank]
             shape = full_shape(placement.parameter)
+            name = engine.param_names[placement.parameter] if name is None else name
             parts.append(Part(placement.parameter, str(name), shape, start, placement.offset, stop - start))
         found.append(FlatParts(flat, int(group), tuple(parts)))
     return found

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests import jobs
 
@@ -31,7 +32,10 @@ def of(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 def settings(directory: Path, optimizer: dict[str, Any], **extra: Any) -> dict[str, Any]:
     ours = {"checkpoint": {"mode": "differential", "full_every": 3}, "monitor": {"log": str(directory / "run.jsonl")}}
-    monitors = {"csv_monitor": {"enabled": True, "output_path": str(directory), "job_name": "csv"}}
+    monitors = {
+        "csv_monitor": {"enabled": True, "output_path": str(directory), "job_name": "csv"},
+        "tensorboard": {"enabled": True, "output_path": str(directory), "job_name": "board"},
+    }
     return jobs.config(optimizer, micro=3, **{"ds_galore": ours, **monitors, **extra})
 
 
@@ -117,6 +121,11 @@ def test_refreshes_and_saves_are_told_as_they_are(pool, tmp_path, stage):
     assert len(columns["Train_GaLore_basis_overlap.csv"]) == 2  # a first basis has none
     assert [float(row[1]) for row in columns["Train_Checkpoint_bytes.csv"][1:]] == [each["bytes"] for each in saves]
     assert "Train_Samples_lr.csv" in columns
+    board = EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    told = [(event.step, event.value) for event in board.Scalars("Train/GaLore/captured_energy")]
+    assert told == [(int(row[0]), pytest.approx(float(row[1]))) for row in energies[1:]]
+    assert [event.value for event in board.Scalars("Train/Checkpoint/bytes")] == [each["bytes"] for each in saves]
 
 
 def unwatched(directory: str) -> tuple[list[float], list[float]]:
