@@ -43,13 +43,15 @@ unit: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not crashtest and not timed' $(ARGS)
 	$(BIN)/python -m pytest -m 'timed and not crashtest' $(ARGS) || test $$? -eq 5  # 5: none among those chosen
 
-# The core tests, which tests/compat.txt names, with the newest of the minor releases of DeepSpeed before the pinned one.
+# The core tests, which tests/compat.txt names, with the newest of the minor releases of DeepSpeed before the pinned one;
+# and those of tests/compat-<version>.txt.
 compat: $(VENV)/.dev
 	for version in $(DEEPSPEEDS); do \
 		there="$(CURDIR)/build/deepspeed-$$version"; \
 		test -d "$$there" || $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target "$$there" "deepspeed==$$version" || exit 1; \
 		PYTHONPATH="$$there" TORCH_EXTENSIONS_DIR="$(CURDIR)/build/extensions-$$version" \
-			$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal @tests/compat.txt $(ARGS) || exit 1; \
+			$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal \
+			$$(printf '@%s ' $$(ls tests/compat.txt tests/compat-$$version.txt 2>/dev/null)) $(ARGS) || exit 1; \
 	done
 
 fuzz: $(VENV)/.dev

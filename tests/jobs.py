@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def config(optimizer: dict[str, Any], *, micro: int, accumulation: int = 1, **ex
     return {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
-        "optimizer": optimizer,
+        "optimizer": copy.deepcopy(optimizer),  # DeepSpeed before 0.19 takes keys out of it
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
