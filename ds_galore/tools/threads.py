@@ -5,12 +5,14 @@ from __future__ import annotations
 import _thread
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 __all__ = ["run_all"]
 
 Item = TypeVar("Item")
+#: Seconds after which an interruption is noticed at the latest.
+GLANCE = 0.1
 
 
 def run_all(
@@ -20,7 +22,8 @@ def run_all(
 
     Python raises KeyboardInterrupt in the main thread, wherever that is; in the middle of what a pool of threads does
     with its locks it leaves one locked or unlocks it twice, and the program hangs. So the main thread does nothing but
-    wait here, for a queue that is written in C.
+    wait here, for a queue that is written in C; and it looks up from it now and then, since a signal that comes just
+    before it blocks does not wake it.
 
     Parameters
     ----------
@@ -63,11 +66,19 @@ def run_all(
 
     _thread.start_new_thread(run, ())
     try:
-        error = ended.get()
+        error = _next(ended)
     except BaseException:
         stopped = True
         stop()
-        ended.get()
+        _next(ended)
         raise
     if error is not None:
         raise error
+
+
+def _next(queue: SimpleQueue[Item]) -> Item:
+    while True:
+        try:
+            return queue.get(timeout=GLANCE)
+        except Empty:
+            continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import subprocess
 import sys
 import threading
@@ -40,6 +41,19 @@ def test_an_interruption_at_any_moment_ends_it():
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 300
+
+
+def test_an_interruption_that_does_not_wake_the_main_thread_ends_it_too():
+    told, waited = threading.Event(), []
+
+    def work(item: int) -> None:
+        time.sleep(0.2)  # until the main thread waits
+        _thread.interrupt_main()  # as a signal that came just before it did
+        waited.append(told.wait(20))
+
+    with pytest.raises(KeyboardInterrupt):
+        run_all(work, range(1), 1, stop=told.set)
+    assert waited == [True]
 
 
 def test_the_first_error_ends_it_and_nothing_goes_on_afterwards():
