@@ -206,8 +206,8 @@ def plan_memory(
     kept_gradients = part_of_rank if stage >= 2 else elements
     if lowered:
         together = -(-len(lowered) // (kept.lowered_gap or 1))
-        whole = sum(sorted((whole for whole, _ in lowered), reverse=True)[:together])
-        kept_gradients += whole + sum(low - whole for whole, low in lowered)
+        saved = sorted(whole - low for whole, low in lowered)
+        kept_gradients -= sum(saved[: len(saved) - together])
     return MemoryPlan(
         weights=(part_of_rank if stage == 3 else elements) * weight_bytes,
         master_weights=part_of_rank * master_bytes,

@@ -12,6 +12,7 @@ from torch import nn
 
 from ds_galore import ConfigError, check_deepspeed_config
 from ds_galore.optim.arrivals import SKETCH, sketch_of
+from ds_galore.tools.memory import plan_memory
 from tests import jobs
 from tests.optim.test_engine import compare, snapshot
 
@@ -253,8 +254,10 @@ def test_the_norm_over_several_micro_batches_is_estimated_within_a_few_percent(p
 # ---------------------------------------------------------------------- memory
 
 
-def memory(lowered: bool, steps: int) -> tuple[int, int, int]:
-    """Peak bytes of gradients that are kept; full-size bytes of projected ones; of those that refresh together."""
+def memory(lowered: bool, steps: int) -> tuple[int, int, int, float]:
+    """Peak bytes of projected matrices' gradients; at full size; of those that refresh together; all, as planned."""
+    import torch.distributed as dist
+
     engine = start(lowered, jobs.galore(**{**RANDOM, "rank": 4, "update_proj_gap": 7}))
     zero, optimizer = engine.optimizer, engine.basic_optimizer
     projected = sum(
@@ -276,15 +279,19 @@ def memory(lowered: bool, steps: int) -> tuple[int, int, int]:
 
     zero.partition_grads = watched
     jobs.train(engine, jobs.batches(steps, BATCH))
-    return peak, projected, together
+    plans = optimizer.parameter_plans()
+    planned = plan_memory(plans, world_size=dist.get_world_size(), rank=dist.get_rank(), kept=optimizer.kept)
+    return peak, projected, together, (peak + others) / planned.gradients
 
 
 def test_only_low_rank_gradients_are_kept_on_every_step_the_first_included(pool):
-    for peak, projected, together in pool.run(2, memory, True, 16):
+    for peak, projected, together, of_plan in pool.run(2, memory, True, 16):
         assert 0 < together < projected / 3
         assert peak <= 1.15 * 4 / 32 * projected + together
-    for peak, projected, _ in pool.run(2, memory, False, 2):
+        assert 0.8 < of_plan < 1.1
+    for peak, projected, _, of_plan in pool.run(2, memory, False, 2):
         assert peak == projected
+        assert of_plan == 1
 
 
 # ---------------------------------------------------------------------- what is refused, and failures
