@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ds_galore.errors import ConfigError
-from ds_galore.parameters import ALIASES, OPTIMIZERS
+from ds_galore.parameters import ALIASES, LAYERWISE, OPTIMIZERS
 
 __all__ = [
     "GALORE_OPTIMIZERS",
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 #: Optimizer types that ``enable()`` registers with DeepSpeed, by their names in the JSON.
-GALORE_OPTIMIZERS: tuple[str, ...] = (*OPTIMIZERS, *ALIASES)
+GALORE_OPTIMIZERS: tuple[str, ...] = (*OPTIMIZERS, *ALIASES, *LAYERWISE)
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -10,7 +10,7 @@ from typing import Any
 from ds_galore.config import GALORE_OPTIMIZERS, DsGaloreConfig, nearest, section, validate
 from ds_galore.deepspeed_keys import TOP_LEVEL_KEYS
 from ds_galore.errors import ConfigError
-from ds_galore.parameters import ALIASES, OPTIMIZERS
+from ds_galore.parameters import OPTIMIZERS, named
 
 __all__ = ["check_config", "conflicts"]
 
@@ -89,11 +89,32 @@ def _in_optimizer(config: Mapping[str, Any], known_optimizers: Iterable[str]) ->
             yield f"optimizer.type is {kind!r}: no such optimizer{nearest(kind, known)}"
         return
     try:
-        parameters = {key: value for key, value in section(config, "optimizer", "params").items() if value != "auto"}
-        validate(OPTIMIZERS[ALIASES.get(kind, kind)], parameters, where="optimizer.params")
+        given = {key: value for key, value in section(config, "optimizer", "params").items() if value != "auto"}
+        name, parameters = named(kind, given)
+        validate(OPTIMIZERS[name], parameters, where="optimizer.params")
+        if parameters.get("gradients") == "lowrank":
+            yield from _check_lowered(config)
     except ConfigError as error:
         yield str(error)
     yield from _check_zero(config, kind)
+
+
+def _check_lowered(config: Mapping[str, Any]) -> Iterator[str]:
+    """With what gradients cannot be lowered when they arrive."""
+    stage = section(config, "zero_optimization").get("stage", 0)
+    if stage != 3:
+        yield _refusal(
+            "zero_optimization.stage",
+            stage,
+            "optimizer.params.gradients 'lowrank' lowers what ZeRO 3 has partitioned; use 3",
+        )
+    device = section(config, "zero_optimization", "offload_optimizer").get("device", "none")
+    if device != "none":
+        yield _refusal(
+            "zero_optimization.offload_optimizer.device",
+            device,
+            "DeepSpeed would keep whole gradients in host memory; optimizer.params.gradients 'lowrank' is for none",
+        )
 
 
 def _check_checkpoint(config: Mapping[str, Any]) -> Iterator[str]:

@@ -26,7 +26,7 @@ from ds_galore.deepspeed_keys import (
     UNUSED_BY_STAGES_1_AND_2,
 )
 from ds_galore.errors import ConfigError
-from ds_galore.parameters import ALIASES, OPTIMIZERS
+from ds_galore.parameters import OPTIMIZERS, named
 
 __all__ = ["Explanation", "explain"]
 
@@ -100,7 +100,7 @@ def part(config: Mapping[str, Any], *path: str) -> dict[str, Any]:
 def _ours(config: Mapping[str, Any]) -> str | None:
     """The optimizer's name in this package, if it is one of it."""
     kind = part(config, "optimizer").get("type")
-    return str(ALIASES.get(kind, kind)) if isinstance(kind, str) and kind in GALORE_OPTIMIZERS else None
+    return named(kind, {})[0] if isinstance(kind, str) and kind in GALORE_OPTIMIZERS else None
 
 
 # ---------------------------------------------------------------------- what DeepSpeed would refuse

@@ -24,13 +24,13 @@ from ds_galore.checkpoint.reader import CheckpointReader
 from ds_galore.errors import ConfigError, DataError, DsGaloreError
 from ds_galore.optim import galore
 from ds_galore.optim.optimizer import LowRankOptimizer
-from ds_galore.parameters import ALIASES
+from ds_galore.parameters import ALIASES, LAYERWISE, named
 
 __all__ = ["register"]
 
-LAYERWISE = "_layerwise"
+SUFFIX = "_layerwise"
 #: The Trainer's names that are ours under DeepSpeed.
-NAMES = (*ALIASES, *(f"{name}{LAYERWISE}" for name in ALIASES))
+NAMES = (*ALIASES, *(f"{name}{SUFFIX}" for name in ALIASES))
 #: What the Trainer sets for a low-rank optimizer where ``optim_args`` does not.
 DEFAULTS: Mapping[str, Any] = {"rank": 128, "update_proj_gap": 200, "proj_type": "std"}
 #: By apollo-torch's names, ours.
@@ -93,13 +93,16 @@ def _handled(original: Callable[[Any], Any], context: Any) -> tuple[Any, dict[st
         found: tuple[Any, dict[str, Any]] = original(context)
         return found
     name = str(getattr(context.args.optim, "value", context.args.optim))
-    if name.endswith(LAYERWISE):
+    if name.endswith(SUFFIX) and name not in LAYERWISE:
         raise ConfigError(
-            f"optim is {name!r}: not supported under DeepSpeed; use {name.removesuffix(LAYERWISE)!r}, whose states ZeRO"
+            f"optim is {name!r}: it updates with full gradients; use {name.removesuffix(SUFFIX)!r}, whose states ZeRO"
             " partitions"
         )
-    kind = getattr(galore, ALIASES[name])
-    values = _hyperparameters(context, name)
+    values = _hyperparameters(context, name.removesuffix(SUFFIX))
+    if name in LAYERWISE and "proj_type" not in context.optim_args:
+        values["proj_type"] = "right"  # from where gradients can be lowered when they arrive
+    own, values = named(name, values)
+    kind = getattr(galore, own)
     decay = float(context.args.weight_decay)
     return _maker, {"kind": kind, "decay": decay, "values": values}
 

@@ -103,6 +103,13 @@ class LowRankParameters(BaseModel):
             description="The first basis: of the first gradient, or at random until a matrix's turn in the first gap."
         ),
     ] = "gradient"
+    gradients: Annotated[
+        Literal["full", "lowrank"],
+        Field(
+            description="How gradients are kept until the step: at full size, or, under ZeRO 3, of projected matrices"
+            " the low-rank gradient alone."
+        ),
+    ] = "full"
     adaptive_gap: Annotated[
         bool, Field(description="Double a matrix's gap while its basis is stable, and go back to the gap when not.")
     ] = False
@@ -154,6 +161,13 @@ class LowRankParameters(BaseModel):
     ] = False
     seed: Annotated[int, Field(ge=0, description="Seed of random bases and of stochastic rounding.")] = 0
 
+    @model_validator(mode="before")
+    @classmethod
+    def _first_at_random(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("gradients") == "lowrank":
+            return {"first_basis": "random", **values}
+        return values
+
     @model_validator(mode="after")
     def _together(self) -> LowRankParameters:
         if isinstance(self.rank, EnergyRank):
@@ -172,6 +186,17 @@ class LowRankParameters(BaseModel):
             raise ValueError(
                 "first_basis is 'random', and stagger_refresh False: all matrices refresh on the first step"
             )
+        if self.gradients == "lowrank":
+            if self.proj_type != "right":
+                raise ValueError(
+                    f"gradients is 'lowrank', and proj_type {self.proj_type!r}: gradients are lowered from the right"
+                )
+            if not self.stagger_refresh:
+                raise ValueError("gradients is 'lowrank', and stagger_refresh False: all are whole when all refresh")
+            if self.first_basis != "random":
+                raise ValueError(
+                    "gradients is 'lowrank', and first_basis 'gradient': all first gradients would have to be whole"
+                )
         if self.refresh_budget is not None and not self.stagger_refresh:
             raise ValueError("refresh_budget is set, and stagger_refresh False: all matrices refresh on the same step")
         return self
@@ -243,6 +268,11 @@ class AdafactorParameters(LowRankParameters):
         return self
 
 
+def _refuse_lowrank_gradients(parameters: LowRankParameters, kind: str) -> None:
+    if parameters.gradients == "lowrank":
+        raise ValueError(f"gradients is 'lowrank': {kind} updates with full gradients")
+
+
 class APOLLOParameters(GaLoreParameters):
     """``APOLLOAdamW``: full-rank gradients scaled by low-rank AdamW (Zhu et al., arXiv 2412.05270)."""
 
@@ -265,6 +295,11 @@ class APOLLOParameters(GaLoreParameters):
         Field(gt=1, allow_inf_nan=False, description="The most that an update's norm may grow by; None is no limit."),
     ] = 1.01
 
+    @model_validator(mode="after")
+    def _whole(self) -> APOLLOParameters:
+        _refuse_lowrank_gradients(self, "APOLLO")
+        return self
+
 
 class FiraParameters(GaLoreParameters):
     """``FiraAdamW``: GaLore, and what it leaves of the gradient, scaled (Chen et al., arXiv 2410.01623)."""
@@ -282,6 +317,7 @@ class FiraParameters(GaLoreParameters):
             raise ValueError(
                 "refresh is 'random': what Fira adds needs a basis of orthonormal columns, which it is not"
             )
+        _refuse_lowrank_gradients(self, "Fira")
         return self
 
 
@@ -312,3 +348,14 @@ ALIASES: Mapping[str, str] = {
     "galore_adafactor": "GaLoreAdafactor",
     "apollo_adamw": "APOLLOAdamW",
 }
+#: Hugging Face's names of those that keep low-rank gradients alone, and what they stand for with ``gradients`` so set.
+LAYERWISE: Mapping[str, str] = {
+    f"{name}_layerwise": ALIASES[name] for name in ("galore_adamw", "galore_adamw_8bit", "galore_adafactor")
+}
+
+
+def named(kind: str, values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """An optimizer and its hyperparameters from one of its names, as a configuration has them."""
+    if kind in LAYERWISE:
+        return LAYERWISE[kind], {"gradients": "lowrank", **values}
+    return ALIASES.get(kind, kind), dict(values)

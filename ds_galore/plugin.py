@@ -21,14 +21,15 @@ from ds_galore.conflicts import check_config
 from ds_galore.errors import BindingError, ConfigError
 from ds_galore.optim import galore
 from ds_galore.optim.optimizer import LowRankOptimizer
-from ds_galore.parameters import ALIASES, OPTIMIZERS
+from ds_galore.parameters import ALIASES, LAYERWISE, OPTIMIZERS
 
 __all__ = ["check_deepspeed_config", "enable"]
 
-#: By every name that a configuration may have for it, an optimizer.
-_OPTIMIZERS: dict[str, type[LowRankOptimizer]] = {
+#: By every name that a configuration may have for it, what makes an optimizer.
+_OPTIMIZERS: dict[str, Callable[..., LowRankOptimizer]] = {
     **{name: getattr(galore, name) for name in OPTIMIZERS},
     **{alias: getattr(galore, name) for alias, name in ALIASES.items()},
+    **{alias: functools.partial(getattr(galore, name), gradients="lowrank") for alias, name in LAYERWISE.items()},
 }
 _MARK = "_ds_galore_wrapped"
 
@@ -53,6 +54,7 @@ def enable() -> None:
     _wrap(DeepSpeedEngine, "_configure_basic_optimizer", _built_with_model)
     _wrap(DeepSpeedEngine, "_do_optimizer_sanity_check", _checked_when_built)
     _wrap(DeepSpeedEngine, "_configure_optimizer", _attached)
+    _wrap(DeepSpeedEngine, "_configure_zero_optimizer", _lowered)
     _wrap(DeepSpeedEngine, "_configure_checkpointing", _with_checkpoints)
     huggingface.register()
 
@@ -92,6 +94,22 @@ def _attached(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: A
         if hasattr(engine.optimizer, "real_dp_process_group"):
             _refuse_full_states(engine.optimizer, type(basic).__name__)
     return result
+
+
+def _lowered(original: Callable[..., Any], engine: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Put our ZeRO-3 optimizer in place of DeepSpeed's where gradients are to be lowered when they arrive."""
+    if not isinstance(optimizer, LowRankOptimizer) or not optimizer.lowers_gradients:
+        return original(engine, optimizer, *args, **kwargs)
+    from deepspeed.runtime.zero import stage3
+
+    from ds_galore.zero.lowered import lowered_stage3
+
+    theirs = stage3.DeepSpeedZeroOptimizer_Stage3
+    try:
+        stage3.DeepSpeedZeroOptimizer_Stage3 = lowered_stage3()  # imported by this name, once, below
+        return original(engine, optimizer, *args, **kwargs)
+    finally:
+        stage3.DeepSpeedZeroOptimizer_Stage3 = theirs
 
 
 def _refuse_full_states(holder: Any, kind: str) -> None:
@@ -232,7 +250,8 @@ def check_deepspeed_config(config: dict[str, Any], *, client_optimizer: Any = No
     ]
     if isinstance(client_optimizer, LowRankOptimizer):
         name = type(client_optimizer).__name__
-        config = {**config, "optimizer": {"type": name, "params": {}}}  # its own parameters are checked already
+        params = {"gradients": "lowrank"} if client_optimizer.lowers_gradients else {}
+        config = {**config, "optimizer": {"type": name, "params": params}}  # the others are checked already
     check_config(config, [*DEEPSPEED_OPTIMIZERS, *(name for name in torch_optimizers if name not in GALORE_OPTIMIZERS)])
     _check_zero_keys(config)
     _check_scheduler(config)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ds_galore.config import GALORE_OPTIMIZERS, CheckpointConfig, section, validate
-from ds_galore.parameters import ALIASES, OPTIMIZERS, EnergyRank, LowRankParameters
+from ds_galore.parameters import OPTIMIZERS, EnergyRank, LowRankParameters, named
 
 __all__ = ["listed", "uses"]
 
@@ -67,7 +67,7 @@ def _optimizer(config: Mapping[str, Any]) -> Iterator[str]:
         rate = f", learning rate {params['lr']}" if "lr" in params else ""
         yield f"optimizer: {kind}, DeepSpeed's or torch's own, on full gradients{rate}"
         return
-    name = ALIASES.get(kind, kind)
+    name, params = named(kind, params)
     values = validate(OPTIMIZERS[name], params, where="optimizer.params")
     called = kind if kind == name else f"{kind} ({name})"
     rate = "as relative_step says" if getattr(values, "relative_step", False) else str(values.lr)
@@ -76,6 +76,11 @@ def _optimizer(config: Mapping[str, Any]) -> Iterator[str]:
     yield f"optimizer: {called}: {_RULES[name]}; learning rate {rate}, weight decay {values.weight_decay}"
     yield f"projected: {_projected(values)}"
     yield f"bases: {_bases(values)}"
+    if values.gradients == "lowrank":
+        yield (
+            "gradients: of projected matrices low-rank ones alone, lowered when they arrive; whole on steps that renew"
+            " their bases, which are drawn at random until then"
+        )
     yield f"states: {_states(values, name)}"
 
 

@@ -18,7 +18,7 @@ from ds_galore.checkpoint.store import CheckpointStore
 from ds_galore.cli import main
 from ds_galore.config import CheckpointConfig, CompressionConfig, DsGaloreConfig, MonitorConfig
 from ds_galore.errors import DsGaloreError
-from ds_galore.parameters import ALIASES, OPTIMIZERS
+from ds_galore.parameters import ALIASES, LAYERWISE, OPTIMIZERS
 
 #: What AdamW takes by position, in galore-torch's order.
 _ADAM = "lr=0.001, betas=(0.9, 0.999), eps=1e-06, weight_decay=0.0, correct_bias=True"
@@ -70,6 +70,7 @@ COMMON = {
     "refresh": "subspace",
     "power_iterations": 1,
     "first_basis": "gradient",
+    "gradients": "full",
     "adaptive_gap": False,
     "stable_overlap": 0.6,
     "max_gap_factor": 8,
@@ -214,9 +215,10 @@ def test_hyperparameters_and_their_defaults_are_these(name):
 def test_optimizers_and_their_other_names_are_these():
     assert list(OPTIMIZERS) == list(OWN)
     assert dict(ALIASES) == OTHER_NAMES
+    assert dict(LAYERWISE) == {f"{name}_layerwise": kind for name, kind in OTHER_NAMES.items() if kind != "APOLLOAdamW"}
     from transformers.training_args import OptimizerNames
 
-    assert set(ALIASES) <= {each.value for each in OptimizerNames}
+    assert {*ALIASES, *LAYERWISE} <= {each.value for each in OptimizerNames}
 
 
 def test_the_section_of_a_configuration_is_this():

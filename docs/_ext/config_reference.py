@@ -23,7 +23,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from ds_galore.config import DsGaloreConfig
-from ds_galore.parameters import ALIASES, OPTIMIZERS, LowRankParameters
+from ds_galore.parameters import ALIASES, LAYERWISE, OPTIMIZERS, LowRankParameters
 
 __all__ = ["Key", "common_keys", "keys_of", "optimizers_text", "own_keys", "section_text", "setup"]
 
@@ -151,8 +151,10 @@ def optimizers_text() -> str:
     lines += ["", f"A parameter group may set for itself: {_list(LowRankParameters.GROUP_KEYS)}."]
     for name, model in OPTIMIZERS.items():
         also = [alias for alias, of in ALIASES.items() if of == name]
+        layerwise = [alias for alias, of in LAYERWISE.items() if of == name]
         lines += ["", f"## `{name}`", "", _first_sentence(model)]
         lines += ["", f"Also known as {_list(also)}."] if also else []
+        lines += ["", f"{_list(layerwise)} is the same with `gradients` `lowrank`."] if layerwise else []
         own = own_keys(model)
         lines += ["", "All of the common keys, and:" if own else "The common keys.", ""]
         lines += _table(own, name) if own else []

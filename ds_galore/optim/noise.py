@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["gaussian", "key_of", "round_to_bf16", "uniform"]
+__all__ = ["gaussian", "key_of", "round_to_bf16", "signs", "uniform"]
 
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = 2**64 - 1
@@ -52,6 +52,11 @@ def _lanes(key: int, first: int, count: int, dtype: torch.dtype, device: torch.d
 def uniform(key: int, first: int, count: int, device: torch.device) -> Tensor:
     """``(count,)`` float32 in ``[0, 1)``, multiples of 2^-16: those at the positions from ``first`` on."""
     return (_lanes(key, first, count, torch.int16, device).float() + 2.0**15).mul_(2.0**-16)
+
+
+def signs(key: int, first: int, count: int, device: torch.device) -> Tensor:
+    """``(count,)`` int8, each 1 or -1: those at the positions from ``first`` on."""
+    return _lanes(key, first, count, torch.int8, device).bitwise_and_(1).mul_(2).sub_(1)
 
 
 def gaussian(key: int, rows: int, columns: int, device: torch.device) -> Tensor:

@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 
 from ds_galore.config import validate
 from ds_galore.errors import BindingError, ConfigError, DsGaloreError
+from ds_galore.optim.arrivals import Arrivals
 from ds_galore.optim.formats import require_bitsandbytes
+from ds_galore.optim.gradients import ArrivedGradients, FlatGradients, Gradients
 from ds_galore.optim.loading import check_groups, check_state, settle_group, settle_state, to_device
 from ds_galore.optim.matrices import State
 from ds_galore.optim.plan import FlatPlan, compute_dtype, decide, plain_value, read_groups
@@ -110,6 +112,7 @@ class LowRankOptimizer(Optimizer):
         self._holder: Callable[[], object] = lambda: None
         self._said: set[str] = set()
         self._failed = False
+        self._arrived: dict[Tensor, Arrivals] = {}
         #: Where it is set, on all ranks alike, told of refreshes.
         self.watch: Watch | None = None
         if self._decisions.ignored:
@@ -260,21 +263,62 @@ class LowRankOptimizer(Optimizer):
                 plan = self._plan(tensor, group)
                 if plan.nested and not isinstance(self.state[tensor], _StatesByName):
                     self.state[tensor] = _StatesByName(self.state[tensor])
-                state: State = self.state[tensor]
-                step = FlatStep(
-                    tensor,
-                    tensor.grad,
-                    group,
-                    plan,
-                    state,
-                    self._parameters,
-                    self._rule,
-                    self._say_skipped,
-                    self.watch,
-                )
+                window = self._arrived.pop(tensor, None)
+                gradients = FlatGradients(tensor.grad.contiguous()) if window is None else window.gradients
+                step = self._flat_step(tensor, gradients, group, plan)
+                if window is not None:
+                    step.guard.error = window.guard.error
                 step.run()
         self._failed = False
         return loss
+
+    def _flat_step(self, tensor: Tensor, gradients: Gradients, group: Mapping[str, Any], plan: FlatPlan) -> FlatStep:
+        state: State = self.state[tensor]
+        own = self._parameters, self._rule, self._say_skipped, self.watch
+        return FlatStep(tensor, gradients, group, plan, state, *own)
+
+    # ------------------------------------------------------------------ gradients that are lowered when they arrive
+
+    @property
+    def lowers_gradients(self) -> bool:
+        """Whether gradients of projected matrices are to be kept as low-rank gradients until the step."""
+        return self._parameters.gradients == "lowrank"
+
+    def name_of(self, parameter: Tensor) -> str:
+        """The name under which a parameter's state is kept."""
+        return self._decisions.by_parameter[parameter].name
+
+    def projected_name(self, parameter: Tensor) -> str | None:
+        """The same of a parameter that is projected; None for any other."""
+        decision = self._decisions.by_parameter.get(parameter)
+        return None if decision is None or decision.side is None else decision.name
+
+    @torch.no_grad()
+    def open_window(self, tensor: Tensor, group: int, *, dtype: torch.dtype, several: bool) -> Arrivals:
+        """Begin to take the gradients of the next step of a tensor, with its first bases at random. Collective.
+
+        Parameters
+        ----------
+        tensor
+            One that ``step()`` will be given.
+        group
+            Index of its parameter group.
+        dtype
+            What gradients are kept in until the step.
+        several
+            Whether more than one micro-batch is accumulated.
+        """
+        plan = self._plan(tensor, self.param_groups[group])
+        if not isinstance(self.state[tensor], _StatesByName):
+            self.state[tensor] = _StatesByName(self.state[tensor])
+        step = self._flat_step(tensor, ArrivedGradients(compute_dtype(tensor)), self.param_groups[group], plan)
+        step.start()
+        settings: Any = {"dtype": dtype, "several": several, "seed": self._parameters.seed}
+        return Arrivals(plan, self.state[tensor], step.like, **settings)
+
+    def arrive(self, tensor: Tensor, window: Arrivals) -> None:
+        """Hand over what a window has taken, for the next ``step()`` of a tensor."""
+        self._arrived[tensor] = window
 
     def _is_rehearsal(self) -> bool:
         """Whether this is the step that DeepSpeed's FP16_UnfusedOptimizer takes while it is built.

@@ -136,7 +136,9 @@ class Renewal:
         bases = dict(zip(starting, self._search(starting, "start"), strict=True))
         bases |= dict(zip(known, self._search(known, parameters.refresh), strict=True))
         whole = {number: basis for number in numbers if (basis := bases[number]) is not None}
-        ranks = self._ranks(whole)
+        ranks = {number: self._planned[number].rank for number in whole}
+        # A random basis of any rank captures little: the largest, until gradients choose.
+        ranks |= self._ranks({number: basis for number, basis in whole.items() if number in known})
         found = {}
         for number, basis in whole.items():
             matrix, state = self._planned[number].at_rank(ranks[number]), states[number]
@@ -169,7 +171,8 @@ class Renewal:
         return refresh_bases(
             self._side,
             self._guard.run(
-                lambda: jobs(step.gradient),
+                # Random starts look at no gradient, and there may be none yet.
+                lambda: jobs(step.gradient if method != "start" else lambda matrix: step.like.new_zeros(0)),
                 lambda: jobs(lambda matrix: step.like.new_zeros((matrix.layout.local.numel,))),
             ),
             self._group,

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from ds_galore.optim.drive import Traveller, drive
+from ds_galore.optim.gradients import Gradients
 from ds_galore.optim.matrices import RIGHT, Matrix, Side, State
 from ds_galore.optim.noise import key_of, round_to_bf16
 from ds_galore.optim.plan import Batch, FlatPlan, compute_dtype
 from ds_galore.optim.renewal import Renewal
-from ds_galore.optim.schedule import is_due, is_turn, pass_turn
+from ds_galore.optim.schedule import is_due, is_turn, pass_turn, starts_at_random
 from ds_galore.optim.states import StateTensor, effective, plain_tensors, projected_tensors
 from ds_galore.optim.walks import Plain, PlainStep, ProjectedStep, Rule, Slot, Update, slots_by_key
 from ds_galore.optim.watching import Watch
@@ -34,8 +35,10 @@ class FlatStep:
 
     Parameters
     ----------
-    tensor, grad
-        The tensor and its gradient.
+    tensor
+        The tensor.
+    gradients
+        Where its gradients are.
     group
         Its parameter group.
     plan
@@ -55,7 +58,7 @@ class FlatStep:
     def __init__(
         self,
         tensor: Tensor,
-        grad: Tensor,
+        gradients: Gradients,
         group: Mapping[str, Any],
         plan: FlatPlan,
         state: State,
@@ -64,8 +67,8 @@ class FlatStep:
         skipped: Callable[[str], None],
         watch: Watch | None = None,
     ) -> None:
-        # Contiguous copies of a model's own tensors that are not, such as convolutions' in channels_last.
-        self._given, self._tensor, self._grad = tensor, tensor.contiguous(), grad.contiguous()
+        # A contiguous copy of a model's own tensor that is not, such as a convolution's in channels_last.
+        self._given, self._tensor, self._gradients = tensor, tensor.contiguous(), gradients
         self._group, self.plan = group, plan
         self._state, self.parameters, self.rule, self._skipped = state, parameters, rule, skipped
         self.watch = watch
@@ -119,7 +122,7 @@ class FlatStep:
         plan, guard = self.plan, self.guard
         refused = self.vote(
             guard.run(
-                lambda: [_is_not_finite(each.narrow(self._grad)) for each in plan.plain],
+                lambda: [_is_not_finite(self._gradients.plain(each)) for each in plan.plain],
                 lambda: [False] * len(plan.plain),
             )
         )
@@ -155,7 +158,7 @@ class FlatStep:
                 self._store(weight, wide, each.number, each.start, self._state_of(each.name)["step"])
 
     def _walk_plain(self, plain: Plain, slots: list[Slot]) -> Any:
-        grad = plain.narrow(self._grad).to(self._compute)
+        grad = self._gradients.plain(plain).to(self._compute)
         step = PlainStep(
             state=self._state_of(plain.name),
             group=self._group,
@@ -171,17 +174,37 @@ class FlatStep:
 
     def gradient(self, matrix: Matrix) -> Tensor:
         """This rank's elements of a matrix's gradient, in the dtype that is computed in."""
-        return matrix.narrow(self._grad).to(self._compute)
+        return self._gradients.whole(matrix).to(self._compute)
+
+    def _states(self, batch: Batch) -> list[State]:
+        """The states of a batch's matrices, made where they are not there yet. Collective."""
+        states = [self._state_of(matrix.name) for matrix in batch.matrices]
+        if not all(states):  # the same on all ranks
+            with self.guard:
+                for matrix, state in zip(batch.matrices, states, strict=True):
+                    if not state:
+                        self._begin(state, batch.side, matrix)
+            self.vote()
+        return states
+
+    def start(self) -> None:
+        """Give matrices that start at random their first bases, before there is a gradient. Raises as :meth:`run`."""
+        for batch in self.plan.batches:
+            states = self._states(batch)
+            matrices = [effective(matrix, state) for matrix, state in zip(batch.matrices, states, strict=True)]
+            starting = [
+                number
+                for number, (matrix, state) in enumerate(zip(matrices, states, strict=True))
+                if not state["has_basis"] and starts_at_random(matrix, self.parameters)
+            ]
+            if starting:
+                bases = batch.side.load(matrices, states, self.plan.group, self.guard, self.like)
+                Renewal(self, batch, matrices, states, bases).run(starting)
+        self.vote()
 
     def _step_batch(self, batch: Batch) -> None:
         side, group, guard = batch.side, self.plan.group, self.guard
-        states = [self._state_of(matrix.name) for matrix in batch.matrices]
-        if not all(states):  # the same on all ranks
-            with guard:
-                for matrix, state in zip(batch.matrices, states, strict=True):
-                    if not state:
-                        self._begin(state, side, matrix)
-            self.vote()
+        states = self._states(batch)
         matrices = [effective(matrix, state) for matrix, state in zip(batch.matrices, states, strict=True)]
         bases = side.load(matrices, states, group, guard, self.like)
         due = [is_due(matrix, state) for matrix, state in zip(matrices, states, strict=True)]
@@ -192,8 +215,11 @@ class FlatStep:
         marks: list[bool | Tensor] = []
         with guard:
             for number, matrix in enumerate(matrices):
-                telling = self.gradient(matrix)
-                if not due[number]:
+                arrived = self._gradients.share(matrix)
+                telling = self.gradient(matrix) if arrived is None else arrived
+                if arrived is not None:
+                    shares[number] = arrived
+                elif not due[number]:
                     telling = shares[number] = side.share(matrix, telling, bases[number])  # as telling, and smaller
                 marks.append(_is_not_finite(telling))
         refused = self.vote(marks if guard.ok else [False] * len(states))

@@ -207,7 +207,8 @@ class Adafactor(Rule):
     def _weight_squares(step: AnyStep) -> Tensor:
         """This rank's share of the weights' squared norm, ``(1,)``, where the rule asks for it."""
         if not step.group["scale_parameter"]:
-            return step.grad().new_zeros(1)
+            weight = step.weight()
+            return weight.new_zeros(1, dtype=torch.promote_types(weight.dtype, torch.float32))
         return _square(step.weight()).view(1)
 
     @staticmethod

@@ -86,6 +86,10 @@ class Kept:
     flat
         Whether ZeRO's flat vectors hide matrices from it, as they do from any optimizer but ours: its second moments
         cannot be factored there, and it quantises small parameters like the rest of the vector.
+    lowered_gap
+        Where of matrices that are projected from the right low-rank gradients alone are kept: the steps between two
+        refreshes of one. Those that refresh together are whole; as many are taken to be as there are on the mean step,
+        and these to be the largest.
     """
 
     moments: int = 2
@@ -94,6 +98,7 @@ class Kept:
     projectors: RowFormat | None = FP32
     factored: RowFormat | None = None
     flat: bool = False
+    lowered_gap: int | None = None
 
     def low_rank(self, rows: int, rank: int) -> int:
         """Bytes of the moments of ``rows`` rows of a low-rank gradient."""
@@ -171,6 +176,7 @@ def plan_memory(
     kept = Kept() if kept is None else kept
     ranks, place = (world_size, rank) if stage else (1, 0)
     part_of_rank = elements = in_vectors = moments = projectors = 0
+    lowered: list[tuple[int, int]] = []  # of this rank, elements of whole gradients and of low-rank ones
     for each in parameters:
         part = -(-each.numel // ranks)
         elements += each.numel
@@ -187,6 +193,8 @@ def plan_memory(
             continue
         column_share = -(-each.columns // ranks)
         right = each.side == "right"
+        if right and kept.lowered_gap is not None:
+            lowered.append((part, touched * each.rank))
         moments += kept.low_rank(touched if right else column_share, each.rank)
         basis_rows = (column_share if sharded else each.columns) if right else touched
         projectors += kept.projector(basis_rows, each.rank)
@@ -195,10 +203,15 @@ def plan_memory(
     if master_bytes is None:
         master_bytes = 4 if stage or weight_bytes < 4 else 0
     gradients = weight_bytes if gradient_bytes is None else gradient_bytes
+    kept_gradients = part_of_rank if stage >= 2 else elements
+    if lowered:
+        together = -(-len(lowered) // (kept.lowered_gap or 1))
+        saved = sorted(whole - low for whole, low in lowered)
+        kept_gradients -= sum(saved[: len(saved) - together])
     return MemoryPlan(
         weights=(part_of_rank if stage == 3 else elements) * weight_bytes,
         master_weights=part_of_rank * master_bytes,
-        gradients=(part_of_rank if stage >= 2 else elements) * gradients,
+        gradients=kept_gradients * gradients,
         moments=moments,
         projectors=projectors,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_galore.errors import ConfigError
-from ds_galore.parameters import ALIASES
+from ds_galore.parameters import ALIASES, LAYERWISE
 from ds_galore.parameters import OPTIMIZERS as _TYPES
 from ds_galore.tools.formats import FORMATS
 from ds_galore.tools.memory import Kept
@@ -53,6 +53,8 @@ class Optimizer:
         Of projectors.
     refresh
         How a basis is found; ``"random"`` keeps no projectors.
+    lowered_gap
+        Where gradients of projected matrices are lowered when they arrive, the steps between two refreshes of one.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Optimizer:
     unprojected_moment_dtype: str | None = None
     projector_dtype: str = "fp32"
     refresh: str = "subspace"
+    lowered_gap: int | None = None
 
     @property
     def keeps_projectors(self) -> bool:
@@ -83,6 +86,7 @@ class Optimizer:
             projectors=FORMATS[self.projector_dtype] if self.keeps_projectors else None,
             factored=factored,
             flat=not self.ours,
+            lowered_gap=self.lowered_gap,
         )
 
 
@@ -114,6 +118,7 @@ def _plain(name: str) -> str:
 #: Names that DeepSpeed, torch and this package have for some of them.
 _ALIASES = {
     **{_plain(kind): name for name, kind in _OURS.items()},
+    **{name: name.removesuffix("_layerwise") for name in LAYERWISE},
     "fusedadam": "adamw",
     "deepspeedcpuadam": "adamw",
     "fusedlion": "lion",
@@ -165,6 +170,11 @@ def configured(optimizer: Optimizer, params: Mapping[str, Any], *, where: str = 
     for key in ("moment_dtype", "unprojected_moment_dtype"):
         if key in keys:  # else as the precision of the states
             found[key] = getattr(checked, key)
+    if params.get("gradients") == "lowrank":
+        gap = params.get("update_proj_gap")
+        found["lowered_gap"] = (
+            gap if isinstance(gap, int) and gap > 0 else model.model_fields["update_proj_gap"].default
+        )
     if optimizer.factored and "beta1" in keys:
         return replace(optimizer, moments=1, **found)
     return replace(optimizer, **found)

@@ -255,7 +255,11 @@ def names(directory: Path, output: str, config: dict[str, Any], *arguments: str)
     ("name", "own", "section"),
     [
         ("galore_adamw", "rank=8,update_proj_gap=3,scale=0.5", {"type": "GaLoreAdamW", "params": {"scale": 0.5}}),
-        ("galore_adafactor", "rank=8,update_proj_gap=3", {"type": "GaLoreAdafactor", "params": {}}),
+        (
+            "galore_adafactor_layerwise",
+            "rank=8,update_proj_gap=3",
+            {"type": "GaLoreAdafactor", "params": {"gradients": "lowrank", "proj_type": "right"}},
+        ),
         (
             "apollo_adamw",
             "rank=8,update_proj_gap=3,scale_type=tensor,scale=4",
@@ -267,7 +271,8 @@ def test_the_trainers_names_are_ours_under_deepspeed(pool, tmp_path, name, own, 
     prepared(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["scheduler"]
-    section["params"].update(lr=0.002, rank=8, update_proj_gap=3, proj_type="std", target_modules=["attn", "mlp"])
+    common = {"lr": 0.002, "rank": 8, "update_proj_gap": 3, "proj_type": "std", "target_modules": ["attn", "mlp"]}
+    section = {**section, "params": {**common, **section["params"]}}
     chosen = ["--lr", "0.002"]
     given = names(tmp_path, "section", {**config, "optimizer": section}, *chosen)
     assert pool.run(2, attempt_trainer, given)[0] == (0, "")
@@ -293,7 +298,7 @@ def test_conflicts_and_what_is_missing_are_refused_by_name(pool, tmp_path):
         (["--optim", "galore_adamw"], "optim_target_modules is None: optim 'galore_adamw' needs it"),
         (["--optim", "galore_adamw", *target, "--optim-args", "rnk=8"], "rnk: unknown key; did you mean 'rank'?"),
         (["--optim", "galore_adamw", *target, "--optim-args", "rank=none"], "rank is 'none': input should be"),
-        (["--optim", "galore_adamw_layerwise", *target], "optim is 'galore_adamw_layerwise': not supported under"),
+        (["--optim", "apollo_adamw_layerwise", *target], "optim is 'apollo_adamw_layerwise': it updates with full"),
     ):
         status, told = pool.run(2, attempt_trainer, names(tmp_path, "a", config, *extra))[0]
         assert (status, message in told) == (2, True), told

@@ -22,6 +22,15 @@ def test_one_rank_holds_everything():
     assert (left.moments, left.projectors) == (8 * 6 * 2, 4 * 10 * 2)
 
 
+def test_of_lowered_gradients_those_that_refresh_together_are_whole():
+    kept = Kept(lowered_gap=2)
+    assert plan_memory([MATRIX, MATRIX, VECTOR], world_size=1, kept=kept).gradients == 4 * (60 + 10 * 2 + 7)
+    assert plan_memory([LEFT, VECTOR], world_size=1, kept=kept).gradients == 4 * 67
+    assert plan_memory([MATRIX, MATRIX], world_size=1, kept=Kept(lowered_gap=1)).gradients == 4 * 120
+    # 60 elements over 4 ranks, of which each touches three rows.
+    assert plan_memory([MATRIX, MATRIX], world_size=4, kept=kept, gradient_bytes=2).gradients == 2 * (15 + 3 * 2)
+
+
 def test_16_bit_weights_have_a_master_copy():
     plan = plan_memory([VECTOR], world_size=1, weight_bytes=2)
     assert (plan.weights, plan.master_weights, plan.gradients) == (14, 28, 14)
