@@ -62,6 +62,7 @@ class LowRankParameters(BaseModel):
         "projector_rounding",
         "stochastic_rounding",
         "seed",
+        "gradients",
     )
     #: Those that decide what the state looks like: a state saved with another value cannot be continued.
     STRUCTURE: ClassVar[tuple[str, ...]] = ("moment_dtype", "unprojected_moment_dtype", "projector_dtype")
@@ -182,10 +183,6 @@ class LowRankParameters(BaseModel):
                 raise ValueError(f"{key} is {getattr(self, key)!r}, and refresh 'random': random bases are not stored")
         if self.projector_rounding == "stochastic" and self.projector_dtype == "fp32":
             raise ValueError("projector_rounding is 'stochastic', and projector_dtype 'fp32': nothing is rounded")
-        if self.first_basis == "random" and not self.stagger_refresh:
-            raise ValueError(
-                "first_basis is 'random', and stagger_refresh False: all matrices refresh on the first step"
-            )
         if self.gradients == "lowrank":
             if self.proj_type != "right":
                 raise ValueError(
@@ -197,6 +194,10 @@ class LowRankParameters(BaseModel):
                 raise ValueError(
                     "gradients is 'lowrank', and first_basis 'gradient': all first gradients would have to be whole"
                 )
+        if self.first_basis == "random" and not self.stagger_refresh:
+            raise ValueError(
+                "first_basis is 'random', and stagger_refresh False: all matrices refresh on the first step"
+            )
         if self.refresh_budget is not None and not self.stagger_refresh:
             raise ValueError("refresh_budget is set, and stagger_refresh False: all matrices refresh on the same step")
         return self
