@@ -252,10 +252,12 @@ def _missing(directory: Path) -> str | None:
     if not manifests:
         return f"it holds no {MANIFEST}"
     try:
-        ranks = Manifest.read(manifests[0].parent).world_size
+        manifest = Manifest.read(manifests[0].parent)
     except DsGaloreError as error:
         return str(error)
-    wanted = [f"rng_state_{rank}.pth" for rank in range(ranks)] if ranks > 1 else ["rng_state.pth"]
+    # Of a node's own storage nothing more can be said here; the load brings the other nodes' files.
+    ranks = 0 if manifest.metadata.get("node_local") else manifest.world_size
+    wanted = [f"rng_state_{rank}.pth" for rank in range(ranks)] if ranks != 1 else ["rng_state.pth"]
     names = [name for name in ("trainer_state.json", *wanted) if not (directory / name).is_file()]
     return f"it holds no {names[0]}" if names else None
 

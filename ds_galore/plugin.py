@@ -204,17 +204,19 @@ def _put_checkpoints(original: Callable[..., Any], engine: Any, settings: Checkp
         if engine.load_universal_checkpoint():
             return load(load_dir, tag, *args, **kwargs)
         chosen = made.prepare_load(load_dir, tag, bound.arguments)
-        return load(load_dir, tag, *args, **kwargs) if chosen is None else made.run_load(load, bound.arguments, chosen)
+        if chosen is None:
+            return load(load_dir, tag, *args, **kwargs)
+        return made.restorer.run(engine, load, bound.arguments, chosen)
 
     names, zero = engine._get_all_ckpt_names, engine._load_zero_checkpoint
 
     @functools.wraps(names)
     def get_all_ckpt_names(checkpoints_path: Any, tag: Any) -> Any:
-        return made.name_for_this_rank(names(checkpoints_path, tag), checkpoints_path, tag)
+        return made.restorer.name_for_this_rank(names(checkpoints_path, tag), checkpoints_path, tag)
 
     @functools.wraps(zero)
     def load_zero_checkpoint(load_dir: Any, tag: Any, load_optimizer_states: bool = True) -> Any:
-        return zero(load_dir, tag, load_optimizer_states=load_optimizer_states and not made.loads_weights_only)
+        return zero(load_dir, tag, load_optimizer_states=load_optimizer_states and not made.restorer.loads_weights_only)
 
     @functools.wraps(engine._copy_recovery_script)
     def copy_recovery_script(save_path: Any) -> None:

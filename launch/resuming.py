@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ds_galore import DataError
 from ds_galore.checkpoint.errors import DamageError, FormatError, NotCommittedError
-from ds_galore.checkpoint.manifest import MANIFEST
+from ds_galore.checkpoint.manifest import MANIFEST, Manifest
 from ds_galore.checkpoint.nodes import Nodes
 from ds_galore.checkpoint.store import CheckpointStore
 from ds_galore.zero.group import RankGroup
@@ -164,6 +164,14 @@ def is_ours(directory: Path, tag: str) -> bool:
     return (directory / tag / MANIFEST).exists()
 
 
+def is_node_local(directory: Path) -> bool:
+    """Whether a checkpoint's directory may hold the files of one node alone."""
+    try:
+        return bool(Manifest.read(directory).metadata.get("node_local"))
+    except (DamageError, FormatError, NotCommittedError):
+        return False
+
+
 def newest_complete(group: RankGroup, root: Path, names: Sequence[str]) -> Path | None:
     """The newest of the directories that the Trainer or Accelerate made in which nothing is missing or wrong.
 
@@ -186,7 +194,13 @@ def newest_complete(group: RankGroup, root: Path, names: Sequence[str]) -> Path 
 def _newest_complete(root: Path, names: Sequence[str]) -> Path | None:
     found = [each for each in root.glob("checkpoint[-_]*") if each.name[len("checkpoint_") :].isdecimal()]
     for each in sorted(found, key=lambda path: int(path.name[len("checkpoint_") :]), reverse=True):
-        ours = any(each.glob(f"*/{MANIFEST}"))
+        manifests = list(each.glob(f"*/{MANIFEST}"))
+        if any(is_node_local(path.parent) for path in manifests):
+            raise DataError(
+                f"{each}: was saved with checkpoint.use_node_local_storage, where each node has its own files; name the"
+                " checkpoint to go on from"
+            )
+        ours = bool(manifests)
         saved = (each / "latest").is_file() and (not ours or newest_intact(each) is not None)
         if saved and all((each / name).is_file() for name in names):
             return each

@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 
 import ds_galore
+from ds_galore.checkpoint.nodes import Nodes
+from ds_galore.checkpoint.store import CheckpointStore
 from ds_galore.config import GALORE_OPTIMIZERS, load_config, resolve_auto, section
 from ds_galore.errors import ConfigError, DataError, DsGaloreError
 from ds_galore.monitoring.accounting import memory_plans
@@ -277,9 +279,12 @@ class Trainer:
         """
         self.finish_saving()
         found: list[str | None] = [None]
-        with self.group.together(), contextlib.suppress(OSError):  # one rank searches, and the others wait for it
-            found = [newest_intact(self.checkpoints, up_to_step=step - 2) if self.rank == 0 else None]
-        dist.broadcast_object_list(found, src=0)
+        if self.nodes is not None:
+            found = [self.nodes.newest_intact(CheckpointStore(self.checkpoints), up_to_step=step - 2)]
+        else:
+            with self.group.together(), contextlib.suppress(OSError):  # one rank searches, and the others wait for it
+                found = [newest_intact(self.checkpoints, up_to_step=step - 2) if self.rank == 0 else None]
+            dist.broadcast_object_list(found, src=0)
         advice = (
             f"go back with --resume {found[0]}, the newest intact checkpoint from before, and lower the learning rate"
             if found[0] is not None
@@ -332,6 +337,12 @@ class Trainer:
             str(self.checkpoints), tag=f"step-{step}", client_state=client_state(self.group, self.order.consumed)
         )
 
+    @property
+    def nodes(self) -> Nodes | None:
+        """Where each has a directory of its own for our checkpoints."""
+        found: Nodes | None = getattr(self.engine.checkpoint_engine, "nodes", None)
+        return found
+
     def finish_saving(self) -> None:
         """See the save in flight through, where DeepSpeed's checkpoint engine is ours."""
         wait = getattr(self.engine.checkpoint_engine, "wait", None)
@@ -340,15 +351,15 @@ class Trainer:
 
     def load(self, wanted: str) -> None:
         """Continue from a checkpoint."""
-        nodes = getattr(self.engine.checkpoint_engine, "nodes", None)
-        tag = find_checkpoint(self.group, self.checkpoints, wanted, nodes)
+        tag = find_checkpoint(self.group, self.checkpoints, wanted, self.nodes)
         if tag is None:
             if self.rank == 0:
                 print(f"--resume auto: {self.checkpoints} holds no intact checkpoint; starting anew", file=sys.stderr)
             return
         with self.group.together():
             ranks = len(list((self.checkpoints / tag).glob("*_optim_states.pt")))  # none without ZeRO
-            whole = not self.engine.use_node_local_storage()  # else a host has those of its own ranks
+            # Else a host has those of its own ranks.
+            whole = self.nodes is None and not self.engine.use_node_local_storage()
             if whole and ranks and ranks != self.world_size and not is_ours(self.checkpoints, tag):
                 raise DataError(
                     f"--resume {tag}: was saved by {ranks} ranks and cannot be loaded by {self.world_size}; only"

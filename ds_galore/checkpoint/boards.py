@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ds_galore.checkpoint.files import replace_file
 from ds_galore.zero.group import Guard, RankGroup
 
-__all__ = ["Board", "DirectoryBoard", "NetworkBoard"]
+__all__ = ["Board", "DirectoryBoard", "NetworkBoard", "serve"]
 
 
 class Board(Protocol):
@@ -28,6 +28,9 @@ class Board(Protocol):
 
     def find(self, name: str) -> Any | None:
         """What was left under a name; None as long as nothing was."""
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Once everybody has read them, have words take no memory any more."""
 
 
 class DirectoryBoard:
@@ -58,46 +61,57 @@ class DirectoryBoard:
         except FileNotFoundError:
             return None
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Nothing: the commit has removed the files."""
+
 
 class NetworkBoard:
-    """Words in a ``TCPStore`` that rank 0 serves, for ranks that see no common directory. Made collectively.
+    """Words in a store that rank 0 serves, for ranks that see no common directory.
 
     Parameters
     ----------
-    group
-        All ranks. Rank 0 listens on a free port of the host that ``MASTER_ADDR`` names.
-
-    Raises
-    ------
-    OSError, RuntimeError
-        If rank 0 cannot listen, or another cannot reach it; ``PeerError`` on the other ranks.
+    store
+        What :func:`serve` gave.
+    token
+        Tells the save from any other.
     """
 
-    def __init__(self, group: RankGroup) -> None:
-        host, guard = os.environ.get("MASTER_ADDR", "localhost"), Guard()
-        port = torch.zeros(1, dtype=torch.int64)
-        if group.rank == 0:
-            with guard:
-                self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-                port.fill_(self._store.port)
-        port = group.broadcast(port, 0)
-        if group.rank != 0 and int(port):
-            with guard:
-                self._store = TCPStore(host, int(port), is_master=False)
-        group.vote(torch.zeros(0, dtype=torch.uint8), guard.error)
-
-    def of(self, token: str) -> Board:
-        """The words of one save."""
-        return _Words(self._store, token)
-
-
-class _Words:
     def __init__(self, store: TCPStore, token: str) -> None:
         self._store, self._token = store, token
 
     def post(self, name: str, word: Mapping[str, Any]) -> None:
+        """Leave a word."""
         self._store.set(f"{self._token}-{name}", json.dumps(word))
 
     def find(self, name: str) -> Any | None:
+        """What was left under a name; None as long as nothing was."""
         key = f"{self._token}-{name}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Have words take no memory any more."""
+        for name in names:
+            self._store.delete_key(f"{self._token}-{name}")
+
+
+def serve(group: RankGroup) -> TCPStore:
+    """A store on rank 0, which listens on a free port of the host that ``MASTER_ADDR`` names. Collective.
+
+    Raises
+    ------
+    OSError, RuntimeError
+        If rank 0 cannot listen, or this rank cannot reach it; ``PeerError`` if that is so on another rank.
+    """
+    host, guard = os.environ.get("MASTER_ADDR", "localhost"), Guard()
+    store, port = None, torch.zeros(1, dtype=torch.int64)
+    if group.rank == 0:
+        with guard:
+            store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            port.fill_(store.port)
+    port = group.broadcast(port, 0)
+    if group.rank != 0 and int(port):
+        with guard:
+            store = TCPStore(host, int(port), is_master=False)
+    group.agree([], guard.error)
+    assert store is not None
+    return store

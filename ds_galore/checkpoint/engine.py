@@ -28,29 +28,26 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from torch import Tensor
 
+from ds_galore.checkpoint.agreeing import agree_on_rounded, whole_projectors
 from ds_galore.checkpoint.base import Base, OpenBase, Source, in_budget
 from ds_galore.checkpoint.boards import DirectoryBoard
-from ds_galore.checkpoint.choosing import is_ours, latest_or_unfinished, other_than
 from ds_galore.checkpoint.codecs import Compressor
-from ds_galore.checkpoint.errors import DamageError, FormatError, NotCommittedError
+from ds_galore.checkpoint.errors import DamageError, FormatError
 from ds_galore.checkpoint.files import FileRecord, replace_file, sync_directory
 from ds_galore.checkpoint.job import Factors, Plan, SaveJob
 from ds_galore.checkpoint.job import plan as plan_save
-from ds_galore.checkpoint.loading import PreparedLoad, load_file
+from ds_galore.checkpoint.loading import load_file
 from ds_galore.checkpoint.manifest import Manifest
 from ds_galore.checkpoint.nodes import Nodes
-from ds_galore.checkpoint.pieces import MASTER, WEIGHT, StateMap, rounded_weights
+from ds_galore.checkpoint.pieces import MASTER, WEIGHT, StateMap
+from ds_galore.checkpoint.restoring import Restorer
 from ds_galore.checkpoint.siblings import is_rotated, kept_copy, try_to_keep
 from ds_galore.checkpoint.snapshot import Background, HostBuffers
 from ds_galore.checkpoint.store import CheckpointStore
 from ds_galore.checkpoint.tree import flatten
 from ds_galore.config import CheckpointConfig
 from ds_galore.errors import ConfigError
-from ds_galore.optim.matrices import RIGHT
-from ds_galore.optim.optimizer import LowRankOptimizer
-from ds_galore.optim.states import effective
 from ds_galore.tools.zero_to_fp32 import SCRIPT
-from ds_galore.zero.binding import flat_parts
 from ds_galore.zero.group import Guard, RankGroup
 
 if TYPE_CHECKING:
@@ -84,7 +81,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         self._guard = Guard()
         self._info: Any = None
         self._pending: list[tuple[str, Any, dict[str, Tensor]]] = []
-        self._loading: PreparedLoad | None = None
+        self.restorer = Restorer(settings)
         self._buffers = HostBuffers()
         self._base: Base | None = None
         self._base_copies: list[Tensor] = []  # the memory of the base's arrays
@@ -148,7 +145,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
     def load(self, path: str, map_location: Any = None) -> Any:
         """A state dict of one of our checkpoints, or of a native one."""
         target = Path(path)
-        prepared = self._loading.state_for(target) if self._loading is not None else None
+        prepared = self.restorer.state_for(target)
         return prepared if prepared is not None else load_file(target, map_location)
 
     def commit(self, info: Any) -> bool:
@@ -208,10 +205,9 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         work.wait_for_work()
         guard.error = work.error
         try:
-            _vote(group, guard)
+            group.agree([], guard.error)
             work.wait()  # all ranks' files are there
-            guard.error = work.follow_up_error
-            _vote(group, guard)
+            group.agree([], work.follow_up_error)
         except BaseException as error:
             self._flight, self._told = None, False
             if job.record is not None:
@@ -247,8 +243,8 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         group, guard, engine = RankGroup(dist.group.WORLD), self._guard, self._engine()
         self._guard = Guard()
         store = CheckpointStore(Path(info.save_dir).absolute(), self.hook, links=self._settings.links)
-        factors = _whole_projectors(engine, guard)
-        rounded = _agree_on_rounded(engine, group, guard)
+        factors = whole_projectors(engine, guard)
+        rounded = agree_on_rounded(engine, group, guard)
         plan = guard.run(lambda: plan_save(StateMap(engine, rounded), pending), lambda: ([], [], {}))
         kind, base = self._next_kind()
         self._record = None
@@ -260,7 +256,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             lambda: self._copy(store, info.tag, group, plan, kind, opened, factors, save_latest), lambda: None
         )
         try:
-            without_base = _vote(group, guard, [opened is None])[0]
+            without_base = group.agree([opened is None], guard.error)[0]
         except BaseException:
             if job is not None:
                 self._release(job)
@@ -344,7 +340,7 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             **({"node_local": True} if self.nodes is not None else {}),
         }
         token = f"{self._token}-{self._saves}"
-        board = DirectoryBoard(store.path(tag), token) if self.nodes is None else self.nodes.board.of(token)
+        board = DirectoryBoard(store.path(tag), token) if self.nodes is None else self.nodes.board(token)
         copies = self._buffers.copy(tensors)
         self.last_copied_bytes = sum(each.nbytes for each in copies)
         return SaveJob(
@@ -435,107 +431,20 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
     # ------------------------------------------------------------------ loading
 
     def prepare_load(self, load_dir: Any, tag: Any, arguments: Mapping[str, Any]) -> str | None:
-        """Read what this rank needs of one of our checkpoints, before DeepSpeed's first collective of a load.
-
-        Every rank reads files of its own, so one may find damage that the others do not see: all fail together, or,
-        with ``on_damage: previous``, all take the newest checkpoint in which nothing is wrong. Collective.
+        """Begin a load, before DeepSpeed's first collective of it: as :meth:`.Restorer.prepare`. Collective.
 
         Returns
         -------
         str or None
             The tag that is loaded; None leaves everything to DeepSpeed.
-
-        Raises
-        ------
-        ConfigError, CheckpointMismatchError
-            For a checkpoint of another ZeRO stage, model or optimizer.
-        NotCommittedError, FormatError, DamageError
-            If the checkpoint is not what was written; the message names the newest that is.
-        PeerError
-            If that is so on another rank.
         """
         self.wait()
-        self.end_load()
-        group = RankGroup(dist.group.WORLD)
-        store = CheckpointStore(Path(load_dir).absolute())
-        with group.together():
-            chosen = latest_or_unfinished(store) if tag is None else str(tag)
-        if self.nodes is not None and tag is None:
-            chosen = self.nodes.latest(store)
-        with group.together():
-            ours = chosen is not None and is_ours(store, chosen)
-        if not _vote(group, Guard(), [ours])[0]:
+        found = self.restorer.prepare(self._engine(), load_dir, tag, arguments, self.nodes)
+        if found is None:
             return None
-        tried: set[str] = set()
-        while True:
-            error: BaseException | None = None
-            tried.add(str(chosen))
-            try:
-                if self.nodes is not None:
-                    self.nodes.bring(store, str(chosen))
-                self._loading = PreparedLoad(store, str(chosen), self._engine(), arguments, group)
-            except Exception as caught:  # noqa: BLE001 - raised again by all ranks below
-                error = caught
-            wrong = [error is not None, isinstance(error, DamageError | FormatError | NotCommittedError)]
-            failed, damaged = _vote(group, Guard(), wrong)
-            if not failed:
-                break
-            self.end_load()
-            other = other_than(store, str(chosen), tried, group, self.nodes) if damaged else None
-            if damaged and self._settings.on_damage == "previous" and other is not None and other[1] is not None:
-                if group.rank == 0:
-                    logger.warning("%s cannot be loaded: %s; loading %s", store.path(str(chosen)), error, other[0])
-                chosen = other[1]
-                continue
-            if error is not None and other is not None:
-                error.args = (f"{error}; {other[0]}",)
-            group.vote(torch.zeros(0, dtype=torch.uint8), error)
-        assert self._loading is not None
-        self._continue_from(store, str(chosen), self._loading.manifest, group)
-        return str(chosen)
-
-    def run_load(self, load: Callable[..., Any], arguments: Mapping[str, Any], tag: str) -> Any:
-        """Have DeepSpeed load what :meth:`prepare_load` has read. Collective.
-
-        Parameters
-        ----------
-        load
-            DeepSpeed's ``load_checkpoint``.
-        arguments
-            Of it, by name.
-        tag
-            What :meth:`prepare_load` returned.
-        """
-        loading = self._loading
-        assert loading is not None
-        changed: dict[str, Any] = {"tag": tag}
-        engine, module_only = self._engine(), bool(arguments["load_module_only"])
-        stage3 = int(engine.zero_optimization_stage()) == 3
-        if stage3 and loading.weights_only:
-            # Told False, DeepSpeed would look for weights in its own format, in the newest checkpoint.
-            changed["load_optimizer_states"] = True
-        try:
-            result = load(**{**arguments, **changed})
-            if loading.weights_only and (module_only or not stage3):
-                loading.settle_weights(engine)
-        finally:
-            self.end_load()
-        return result
-
-    @property
-    def loads_weights_only(self) -> bool:
-        """Whether the load in progress is to leave the optimizer's state alone."""
-        return self._loading is not None and self._loading.weights_only
-
-    def name_for_this_rank(self, found: list[str], load_dir: str, tag: str) -> list[str]:
-        """DeepSpeed's list of model state files, or the first rank's, where this rank did not save one."""
-        if found or self._loading is None:
-            return found
-        return sorted(str(path) for path in (Path(load_dir) / str(tag)).glob("*_model_states.pt"))[:1]
-
-    def end_load(self) -> None:
-        """Forget what was read for a load."""
-        self._loading = None
+        store, chosen, manifest = found
+        self._continue_from(store, chosen, manifest, RankGroup(dist.group.WORLD))
+        return chosen
 
     def _continue_from(self, store: CheckpointStore, tag: str, manifest: Manifest, group: RankGroup) -> None:
         """Let the next checkpoint differ from what the loaded one differs from."""
@@ -556,45 +465,6 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         drop = 1 if manifest.kind == "differential" else 0
         base_tag = str(manifest.base) if drop else tag
         self._base = Base(base_tag, (Source(store.path(tag), drop),), saves, ranks=self._ranks_here())
-
-
-def _agree_on_rounded(engine: Any, group: RankGroup, guard: Guard) -> frozenset[str]:
-    """Parameters whose weights all ranks find to be their masters, rounded. Collective under ZeRO 1 and 2."""
-    if int(engine.zero_optimization_stage()) not in (1, 2):
-        return frozenset()
-    nothing: list[tuple[str, bool]] = []
-    found = guard.run(lambda: list(rounded_weights(engine)), lambda: nothing)
-    _vote(group, guard)
-    differ = _vote(group, guard, [not exact for _, exact in found])
-    return frozenset(name for (name, _), differs in zip(found, differ, strict=True) if not differs)
-
-
-def _whole_projectors(engine: Any, guard: Guard) -> Factors:
-    """By parameter, the right projectors, whole and in float32. Collective where they are sharded."""
-    optimizer = engine.basic_optimizer
-    found: Factors = {}
-    if not isinstance(optimizer, LowRankOptimizer):
-        return found
-    for flat in flat_parts(engine):
-        plan, state = optimizer.plan_of(flat.tensor), optimizer.state.get(flat.tensor, {})
-        for batch in plan.batches if plan is not None and optimizer.updates_are_low_rank else ():
-            if batch.side is not RIGHT or plan is None or batch.matrices[0].name not in state:
-                continue
-            states = [state[matrix.name] for matrix in batch.matrices]
-            matrices = [effective(matrix, own) for matrix, own in zip(batch.matrices, states, strict=True)]
-            like = torch.empty(0, dtype=torch.float32, device=flat.tensor.device)
-            bases = RIGHT.load(matrices, states, plan.group, guard, like)
-            with guard:
-                for matrix, basis in zip(matrices, bases, strict=True):
-                    if optimizer.projector_is_packed:  # as the offline reader sees it: whole bytes
-                        basis = torch.nn.functional.pad(basis, (0, matrix.rank % 2))
-                    found[matrix.name] = basis.to("cpu", copy=True).numpy()
-    return found
-
-
-def _vote(group: RankGroup, guard: Guard, marks: list[bool] | None = None) -> list[bool]:
-    """The marks that any rank set; raises on all ranks where one of them failed."""
-    return [bool(mark) for mark in group.vote(torch.tensor(marks or [], dtype=torch.uint8), guard.error)]
 
 
 def _torch_bytes(state_dict: Any) -> list[bytes]:

@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -228,7 +228,7 @@ class SaveJob:
             return
         if self.rank != 0:
             if self.nodes is not None and self.nodes.is_leader:
-                self._commit_here(self.nodes)
+                self._commit_here()
             return
         try:
             self._commit()
@@ -248,26 +248,30 @@ class SaveJob:
         states = {name: FileRecord(**each) for report in reports for name, each in report["states"].items()}
         base = None if self.base is None else self.base.base.tag
         manifest = Manifest.now(self.tag, self.kind, base, files, self.metadata, states)
-        own = range(self.world_size) if self.nodes is None else self.nodes.own
         names = [[each["name"] for each in (*report["files"], *report["states"].values())] for report in reports]
-        self.store.publish(manifest, latest=self.latest, here={name for rank in own for name in names[rank]})
-        for leader in self.nodes.leaders if self.nodes is not None else ():
-            if leader == 0:
-                self.board.post(MANIFEST, {"text": manifest.to_json().decode(), "names": names})
-            else:  # until then rank 0 serves the board; not longer, for a node that is lost
+        self._publish(manifest, names)
+        if self.nodes is not None:
+            self.board.post(MANIFEST, {"text": manifest.to_json().decode(), "names": names})
+            for leader in self.nodes.leaders[1:]:  # rank 0 serves the board until then, but not for a node that is lost
                 self._await(_name(leader, MANIFEST), f"rank {leader}", patient=False)
+            told = [_name(leader, MANIFEST) for leader in self.nodes.leaders[1:]]
+            self.board.forget([MANIFEST, *told, *map(_name, range(self.world_size))])
         if self.record is not None:
             new = sum(report["new_bytes"] for report in reports) + sum(each.bytes for each in states.values())
             self.record.durable(new, sum(report["logical_bytes"] for report in reports))
         self._thin_out(base)
 
-    def _commit_here(self, nodes: Nodes) -> None:
+    def _publish(self, manifest: Manifest, names: Sequence[Iterable[str]]) -> None:
+        """Complete the checkpoint here; ``names`` gives the files of each rank."""
+        here = None if self.nodes is None else {name for rank in self.nodes.own for name in names[rank]}
+        self.store.publish(manifest, latest=self.latest, here=here)
+
+    def _commit_here(self) -> None:
         """Put rank 0's manifest into this node's directory too."""
         try:
             word = self._await(MANIFEST, "rank 0")
             manifest = Manifest.parse(word["text"].encode(), self.store.path(self.tag))
-            here = {name for rank in nodes.own for name in word["names"][rank]}
-            self.store.publish(manifest, latest=self.latest, here=here)
+            self._publish(manifest, word["names"])
         except BaseException as error:
             self._try_to_tell(_name(self.rank, MANIFEST), error)
             raise

@@ -10,19 +10,20 @@ The first rank of each node, its *leader*, does all that is done once for a dire
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_galore.checkpoint.boards import NetworkBoard
+from ds_galore.checkpoint.boards import NetworkBoard, serve
 from ds_galore.checkpoint.errors import DamageError, NotCommittedError
 from ds_galore.checkpoint.files import FileRecord, replace_file
 from ds_galore.checkpoint.manifest import Manifest
 from ds_galore.checkpoint.store import CheckpointStore
-from ds_galore.errors import ConfigError
+from ds_galore.errors import ConfigError, DsGaloreError
 from ds_galore.zero.group import Guard, RankGroup
 
 __all__ = ["Nodes"]
@@ -51,14 +52,13 @@ class Nodes:
 
     def __init__(self, group: RankGroup, local_rank: int) -> None:
         numbers = group.all_gather(torch.tensor([local_rank])).view(-1).tolist()
-        leaders = [rank for rank, number in enumerate(numbers) if number == 0]
-        ends = [*leaders[1:], group.world_size]
-        expected = [number for leader, end in zip(leaders, ends, strict=True) for number in range(end - leader)]
-        if numbers != expected:
+        if numbers[0] != 0 or any(after not in (0, before + 1) for before, after in itertools.pairwise(numbers)):
             raise ConfigError(
                 "checkpoint.use_node_local_storage: the ranks of a node have to follow each other, and the launcher"
                 f" gave the local ranks {numbers}"
             )
+        leaders = [rank for rank, number in enumerate(numbers) if number == 0]
+        ends = [*leaders[1:], group.world_size]
         self._world = group
         self.leaders = tuple(leaders)
         node = max(number for number, leader in enumerate(leaders) if leader <= group.rank)
@@ -66,7 +66,11 @@ class Nodes:
         self.is_leader = group.rank == leaders[node]
         made = dist.new_group(list(leaders))
         self._group = RankGroup(made) if self.is_leader else None
-        self.board = NetworkBoard(group)
+        self._store = serve(group)
+
+    def board(self, token: str) -> NetworkBoard:
+        """Where the ranks leave word of a save."""
+        return NetworkBoard(self._store, token)
 
     # ------------------------------------------------------------------ which checkpoint
 
@@ -75,7 +79,9 @@ class Nodes:
         found = self._gathered(lambda: [(_age(store, tag), tag)] if (tag := store.latest()) is not None else [])
         return max(found)[1] if found else None
 
-    def newest_intact(self, store: CheckpointStore, tried: frozenset[str] = frozenset()) -> str | None:
+    def newest_intact(
+        self, store: CheckpointStore, tried: Set[str] = frozenset(), *, up_to_step: int = sys.maxsize
+    ) -> str | None:
         """The newest checkpoint in which nothing is wrong on any node, brought to all of them. Collective.
 
         Parameters
@@ -84,10 +90,12 @@ class Nodes:
             This node's.
         tried
             Tags to leave out.
+        up_to_step
+            The last step after which it may have been saved.
         """
         found = self._gathered(lambda: [(_age(store, tag), tag) for tag in store.tags()])
-        for _, tag in sorted(set(found), reverse=True):
-            if tag in tried:
+        for (_, step, _), tag in sorted(set(found), reverse=True):
+            if tag in tried or step > up_to_step:
                 continue
             try:
                 self.bring(store, tag)
@@ -95,12 +103,12 @@ class Nodes:
                     problems = store.open(tag).verify() if self.is_leader else []
                     if problems:
                         raise DamageError(problems[0])
-            except Exception:  # noqa: BLE001 - on all ranks together, whatever each of them raises
+            except Exception:  # noqa: BLE001 - all ranks are here: one by any error of its own, the others by PeerError
                 continue
             return tag
         return None
 
-    def _gathered(self, listed: Any) -> list[tuple[Age, str]]:
+    def _gathered(self, listed: Callable[[], list[tuple[Age, str]]]) -> list[tuple[Age, str]]:
         """What the leaders list, on all ranks."""
         own: list[tuple[Age, str]] = []
         with self._world.together():
@@ -132,7 +140,7 @@ class Nodes:
         own = guard.run(lambda: _manifest(directory), lambda: None)
         ages: list[Age | None] = [None] * leaders.world_size
         dist.all_gather_object(ages, None if own is None else _age_of(own), group=leaders.process_group)
-        leaders.vote(torch.zeros(0, dtype=torch.uint8), guard.error)
+        leaders.agree([], guard.error)
         newest = max((age for age in ages if age is not None), default=None)
         if newest is None:
             raise NotCommittedError(f"{directory}: holds no finished checkpoint on any node")
@@ -152,7 +160,7 @@ class Nodes:
             store.put_placeholders(directory, manifest)
             if own is None or _age_of(own) != newest:
                 manifest.write(directory)
-        leaders.vote(torch.zeros(0, dtype=torch.uint8), guard.error)
+        leaders.agree([], guard.error)
 
     @staticmethod
     def _send(leaders: RankGroup, directory: Path, record: FileRecord, source: int, held: bool) -> None:
@@ -184,7 +192,7 @@ class Nodes:
                     )
         for _ in sent:  # also where it cannot be written: the others are still in it
             pass
-        leaders.vote(torch.zeros(0, dtype=torch.uint8), guard.error)
+        leaders.agree([], guard.error)
 
 
 def _manifest(directory: Path) -> Manifest | None:
@@ -203,7 +211,7 @@ def _age(store: CheckpointStore, tag: str) -> Age:
     """Of a checkpoint; one without a readable manifest is older than any other."""
     try:
         return _age_of(Manifest.read(store.path(tag)))
-    except Exception:  # noqa: BLE001 - loading it will tell
+    except DsGaloreError:  # loading it will tell
         return "", -1, ""
 
 

@@ -75,8 +75,8 @@ class CheckpointReader:
             if not all(files):
                 raise DamageError(f"{directory}: is not the difference of {drop} files that it was")
             self.manifest = replace(self.manifest, files=files, states={})
-        expected = self._records() if ranks is None else [each for rank in ranks for each in self.manifest.files[rank]]
-        for record in expected:
+        own = self.manifest.records() if ranks is None else (each for n in ranks for each in self.manifest.files[n])
+        for record in own:
             try:
                 found = (directory / record.name).stat().st_size
             except OSError as error:
@@ -89,9 +89,6 @@ class CheckpointReader:
         self._numbers: dict[int, dict[tuple[str, int], int]] = {}
         self._held: dict[int, dict[tuple[str, int, int], Entry]] = {}
         self._places: dict[str, dict[tuple[str, int, int], int]] = {}
-
-    def _records(self) -> list[Any]:
-        return list(self.manifest.records())
 
     def _file(self, rank: int, depth: int) -> DataFile:
         """A rank's file; ``depth`` counts back from the newest, 0."""
@@ -337,7 +334,7 @@ class CheckpointReader:
         problems = []
         part, parts = sample
         if not quick:
-            for record in self._records()[part - 1 :: parts]:
+            for record in list(self.manifest.records())[part - 1 :: parts]:
                 try:
                     if file_digest(self.directory / record.name) != record.digest:
                         problems.append(f"{self.directory / record.name}: is not what was written (its digest differs)")

@@ -20,6 +20,7 @@ from ds_galore.errors import DsGaloreError, PeerError
 __all__ = ["Guard", "RankGroup"]
 
 Result = TypeVar("Result")
+_CPU = torch.device("cpu")
 
 # torch 2.13 renamed both, and warns of the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -181,7 +182,9 @@ class RankGroup:
             raise error
         return result[:-1]
 
-    def agree(self, marks: Sequence[bool | Tensor], error: BaseException | None, device: torch.device) -> list[bool]:
+    def agree(
+        self, marks: Sequence[bool | Tensor], error: BaseException | None, device: torch.device = _CPU
+    ) -> list[bool]:
         """:meth:`vote` on a list of marks, which may be boolean scalars on ``device``; for one rank nothing is sent."""
         if self.world_size == 1:
             if error is not None:
@@ -205,7 +208,7 @@ class RankGroup:
             yield
         except Exception as caught:  # noqa: BLE001 - raised again by the vote
             error = caught
-        self.vote(torch.zeros(0, dtype=torch.uint8), error)
+        self.agree([], error)
 
     def _outbound(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from ds_galore.checkpoint.errors import DamageError
 from ds_galore.checkpoint.manifest import MANIFEST
 from ds_galore.checkpoint.reader import CheckpointReader
 from ds_galore.checkpoint.store import CheckpointStore
+from ds_galore.errors import DataError
+from ds_galore.zero.group import RankGroup
 from tests import jobs
 from tests.checkpoint.engines import ADAMW, BATCH, assert_same, contents, logical, make, save
 
 GALORE = jobs.galore(update_proj_gap=3)
+ROOT = Path(__file__).parents[2]
 #: By rank, its node and its number there.
 THREE = [(0, 0), (0, 1), (1, 0)]
 FOUR = [(0, 0), (1, 0), (1, 1), (2, 0)]
@@ -63,11 +67,12 @@ def go_on(
     return jobs.train(engine, jobs.batches(STEPS, BATCH)[engine.global_steps :]), state, path
 
 
-def merged(root: Path, tag: str, nodes: int = 2) -> Path:
+def merged(root: Path, tag: str, into: str = "merged") -> Path:
     """The nodes' directories of a checkpoint, copied together."""
-    target = root / "merged" / tag
-    for node in range(nodes):
-        shutil.copytree(root / f"disk-{node}" / tag, target, dirs_exist_ok=True)
+    target = root / into / tag
+    for disk in root.glob("disk-*"):
+        if (disk / tag).exists():
+            shutil.copytree(disk / tag, target, dirs_exist_ok=True)
     return target
 
 
@@ -113,6 +118,9 @@ def test_each_node_saves_its_own_and_a_load_brings_the_rest(pool, tmp_path, opti
     for after, _, _ in pool.run(4, go_on, str(tmp_path), FOUR, optimizer, extra, "next"):
         assert max(abs(a - b) for a, b in zip(after, losses[0], strict=True)) < (2e-3 if "bf16" in extra else 1e-5)
     assert data_files(tmp_path / "disk-2" / "step-8") == set()
+    # Each node had all files of "next", which has been saved again.
+    assert [data_files(tmp_path / f"disk-{node}" / "next") for node in range(3)] == [{0}, {1, 2}, {3}]
+    assert CheckpointReader(merged(tmp_path, "next", "again")).verify() == []
 
 
 def load(root: str, checkpoint: dict[str, Any]) -> str:
@@ -123,6 +131,16 @@ def load(root: str, checkpoint: dict[str, Any]) -> str:
         return f"{type(error).__name__}: {error}"
     jobs.train(engine, jobs.batches(1, BATCH))
     return f"loaded {Path(path).parent.name}"
+
+
+def newest(root: str) -> str | None:
+    """What `--resume auto` of launch/train.py takes."""
+    sys.path.insert(0, str(ROOT / "launch"))
+    from resuming import find_checkpoint
+
+    engine, disk = on_nodes(THREE, root)
+    found: str | None = find_checkpoint(RankGroup(dist.group.WORLD), disk, "auto", engine.checkpoint_engine.nodes)
+    return found
 
 
 def prepare(root: str) -> None:
@@ -148,7 +166,18 @@ def test_what_is_on_no_node_as_it_was_written_is_told_on_all_ranks(pool, tmp_pat
     assert all(path.name in each for each in told), told
     assert any(each.startswith("DamageError") for each in told)
     assert all(f"disk-{node}/a" in text for text, (node, _) in zip(told, THREE, strict=True) if "PeerError" not in text)
+    assert pool.run(3, newest, str(tmp_path)) == ["a"] * 3
     assert pool.run(3, load, str(tmp_path), {"on_damage": "previous"}) == ["loaded a"] * 3
+
+
+def test_the_other_scripts_do_not_start_anew_where_they_cannot_search(pool, tmp_path, monkeypatch):
+    pool.run(3, prepare, str(tmp_path))
+    shutil.copytree(tmp_path / "disk-0", tmp_path / "run" / "checkpoint_0")
+    monkeypatch.syspath_prepend(str(ROOT / "launch"))
+    from resuming import _newest_complete
+
+    with pytest.raises(DataError, match=r"checkpoint_0: was saved with checkpoint\.use_node_local_storage"):
+        _newest_complete(tmp_path / "run", [])
 
 
 def failing(root: str, point: str, rank: int) -> tuple[str, list[str], list[str]]:
@@ -192,14 +221,16 @@ def test_a_rank_or_a_node_that_fails_is_told_on_all_and_the_next_save_succeeds(p
         assert len(after) <= 3  # two, and the one from which the next will differ
 
 
-def scattered() -> str:
+def scattered(places: list[tuple[int, int]]) -> str:
     try:
-        on_nodes([(0, 0), (1, 0), (0, 2)], "")
+        on_nodes(places, "")
     except Exception as error:  # noqa: BLE001 - reported
         return f"{type(error).__name__}: {error}"
     return "made"
 
 
-def test_the_ranks_of_a_node_follow_each_other(pool):
+@pytest.mark.parametrize("places", [[(0, 0), (1, 0), (0, 2)], [(0, -1), (0, -1), (0, -1)]])
+def test_the_ranks_of_a_node_follow_each_other(pool, places):
     wanted = "ConfigError: checkpoint.use_node_local_storage: the ranks of a node have to follow each other"
-    assert all(each.startswith(wanted) and "[0, 0, 2]" in each for each in pool.run(3, scattered))
+    numbers = str([number for _, number in places])
+    assert all(each.startswith(wanted) and numbers in each for each in pool.run(3, scattered, places))

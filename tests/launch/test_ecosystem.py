@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import psutil
 import pytest
 import yaml
 
+from ds_galore.checkpoint.manifest import Manifest
 from ds_galore.checkpoint.reader import CheckpointReader
 from tests.launch.test_resume import losses, until
 from tests.launch.test_train import ROOT, attempt, small_config, small_model
@@ -213,6 +215,22 @@ def test_an_unfinished_newest_checkpoint_is_refused_and_the_newest_complete_one_
 
 
 # ---------------------------------------------------------------------- more of the Trainer, on the pool
+
+
+def test_on_storage_of_a_nodes_own_other_nodes_files_are_not_missed(finished, tmp_path):
+    from transformers import trainer_utils
+
+    import ds_galore
+
+    ds_galore.enable()
+    shutil.copytree(finished[0], tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoint-10"
+    (newest / "rng_state_1.pth").unlink()
+    with pytest.raises(ds_galore.DataError, match=r"it holds no rng_state_1\.pth"):
+        trainer_utils.get_last_checkpoint(str(tmp_path / "run"))
+    manifest = Manifest.read(newest / "global_step10")
+    replace(manifest, metadata={**manifest.metadata, "node_local": True}).write(newest / "global_step10")
+    assert trainer_utils.get_last_checkpoint(str(tmp_path / "run")) == str(newest)
 
 
 def test_the_trainer_goes_back_to_its_best_checkpoint_at_the_end(pool, tmp_path):
