@@ -122,6 +122,8 @@ def _of_its_own(optimizer: Any) -> list[str]:
         found.append("moment_dtype")
     if optimizer.refresh == "random":
         found += ["refresh", "projector_dtype", "projector_storage"]
+    if not optimizer.low_rank_update:
+        found.append("gradients")
     return found
 
 
@@ -175,6 +177,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
         A DeepSpeed configuration that has been checked.
     """
     from ds_galore.config import section
+    from ds_galore.parameters import named
 
     found: dict[str, Any] = {"optimizer": None, "params": {}, "precision": None, "stage": 0, "assumptions": []}
     found.update({"keep_last": None, "keep_every": None, "full_every": 10, "mode": "differential"})
@@ -185,6 +188,8 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = section(config, "optimizer").get("type")
     if kind is not None and kind.lower() == "sgd" and params.get("momentum"):
         kind = "sgd_momentum"
+    if isinstance(kind, str):
+        kind, params = named(kind, params)
     checkpoint = section(config, "ds_galore", "checkpoint")
     enabled = {name: section(config, name).get("enabled", False) for name in ("bf16", "fp16")}
     chosen = [name for name, value in enabled.items() if value is True]

@@ -7,13 +7,12 @@ torch and its neighbours.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ds_galore.errors import ConfigError
 from ds_galore.optim.gradients import ArrivedGradients
 from ds_galore.optim.matrices import Matrix, Side, State
 from ds_galore.optim.noise import key_of, signs
@@ -46,14 +45,6 @@ def sketch_of(flat: Tensor, key: int) -> Tensor:
     signed = torch.zeros(rows * SKETCH, dtype=torch.float32, device=flat.device)
     torch.mul(flat, signs(key, 0, flat.numel(), flat.device), out=signed[: flat.numel()])
     return signed.view(rows, SKETCH).sum(dim=0)
-
-
-@dataclass
-class _Taken:
-    """Of one lowered matrix, in this window."""
-
-    square: Tensor | None = None  # of the slice that arrived last, where one is all that arrives
-    sketch: Tensor | None = None
 
 
 class Arrivals:
@@ -90,7 +81,7 @@ class Arrivals:
         self.guard = Guard()
         self.gradients = ArrivedGradients(like.dtype)
         self._matrices: dict[str, tuple[Side, Matrix]] = {}
-        self._taken: dict[str, _Taken] = {}
+        self._sketches: dict[str, Tensor] = {}  # of what is lowered: as long as it, exactly or in the mean
         for batch in plan.batches:
             for planned in batch.matrices:
                 matrix = effective(planned, state[planned.name])
@@ -123,18 +114,20 @@ class Arrivals:
         with self.guard:
             wide = part.to(self._like.dtype)
             share = side.share(matrix, wide, basis)
-            taken = self._taken.setdefault(name, _Taken())
-            own = None if self._several else torch.linalg.vector_norm(wide).square()
-            sketch = sketch_of(part, key_of(self._seed, matrix.number)) if self._several else None
+            if self._several:
+                sketch = sketch_of(part, key_of(self._seed, matrix.number))
+            else:
+                sketch = torch.linalg.vector_norm(wide, dtype=torch.float32).view(1)
             if first or name not in self.gradients.shares:
-                self.gradients.shares[name] = share.to(self._dtype)
-                taken.square, taken.sketch = own, sketch
-                return
-            self.gradients.shares[name].add_(share)
-            if taken.sketch is not None and sketch is not None:
-                taken.sketch.add_(sketch)
-            elif own is not None:  # more than was announced: no norm can be told
-                taken.square = torch.full_like(own, math.nan)
+                self.gradients.shares[name], self._sketches[name] = share.to(self._dtype), sketch
+            elif self._several:
+                self.gradients.shares[name].add_(share)
+                self._sketches[name].add_(sketch)
+            else:
+                raise ConfigError(
+                    "gradient_accumulation_steps is 1, and more than one micro-batch has arrived: with"
+                    " optimizer.params.gradients 'lowrank' set it to their number, of which clipping has to know"
+                )
 
     def _keep(self, name: str, part: Tensor, *, first: bool) -> None:
         if first or name not in self.gradients.pieces:
@@ -146,14 +139,9 @@ class Arrivals:
         """The sum of squares of what was taken on this rank, a scalar; estimated over several micro-batches."""
         found = [self._like.new_zeros((), dtype=torch.float32)]
         for name in self._matrices:
-            taken = self._taken.get(name, _Taken())
-            if name in self.gradients.pieces:
-                piece = self.gradients.pieces[name]
-                found.append(torch.linalg.vector_norm(piece, dtype=torch.float32).square())
-            elif taken.sketch is not None:
-                found.append(taken.sketch.square().sum())
-            elif taken.square is not None:
-                found.append(taken.square.float())
+            told = self.gradients.pieces.get(name, self._sketches.get(name))
+            if told is not None:
+                found.append(torch.linalg.vector_norm(told, dtype=torch.float32).square())
         return torch.stack(found).sum()
 
     def fill(self) -> None:

@@ -161,8 +161,10 @@ def _memory(job: Job, rank: int, kept: Kept | None = None) -> MemoryPlan:
     if job.parameters is None:
         return plan
     true = plan_memory([ParameterPlan("all", job.parameters)], **common)
-    moments, projectors = round(plan.moments * job.scale), round(plan.projectors * job.scale)
-    return replace(true, moments=moments, projectors=projectors)
+    scaled = {key: round(getattr(plan, key) * job.scale) for key in ("moments", "projectors", "gradients")}
+    if kept is not None or job.optimizer.lowered_gap is None:
+        del scaled["gradients"]  # known from their number
+    return replace(true, **scaled)
 
 
 def _formats(job: Job) -> dict[str, str | None]:

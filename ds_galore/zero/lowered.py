@@ -78,12 +78,11 @@ class LoweredStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     # ------------------------------------------------------------------ a window
 
     def _open(self) -> None:
-        several = self.gradient_accumulation_steps > 1
-        for index, flat in enumerate(self.fp32_partitioned_groups_flat):
-            group = self.sub_group_to_group_id[index]
-            self._windows[index] = self.optimizer.open_window(
-                flat, group, dtype=self.gradient_accumulation_dtype, several=several
-            )
+        kept: Any = {"dtype": self.gradient_accumulation_dtype, "several": self.gradient_accumulation_steps > 1}
+        self._windows = {
+            index: self.optimizer.open_window(flat, self.sub_group_to_group_id[index], **kept)
+            for index, flat in enumerate(self.fp32_partitioned_groups_flat)
+        }
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Tensor]) -> Any:
         """Take reduced partitions, lowered where they are projected. Collective."""

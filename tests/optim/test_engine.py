@@ -126,14 +126,14 @@ def test_a_cpu_offloaded_optimizer_gives_the_same_losses(pool):
 # ---------------------------------------------------------------------- precisions
 
 
-def overflowing() -> None:
+def overflowing(optimizer: dict[str, Any], accumulation: int = 1) -> None:
     """An overflowed fp16 step leaves everything as it was; the next one trains."""
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True
-    settings = jobs.config(jobs.galore(), micro=2, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
-    engine = jobs.start(jobs.tiny_llama(), settings)
-    data = jobs.batches(6, 4)
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
+    engine = jobs.start(jobs.tiny_llama(), jobs.config(optimizer, micro=2, accumulation=accumulation, fp16=fp16))
+    data = jobs.batches(6, 4 * accumulation)
     jobs.train(engine, data[:2])
     before = snapshot(engine)
     engine.optimizer.loss_scaler.cur_scale = 2.0**40
@@ -171,7 +171,7 @@ def compare(a: Any, b: Any) -> None:
 
 
 def test_an_overflowed_fp16_step_changes_nothing(pool):
-    pool.run(2, overflowing)
+    pool.run(2, overflowing, jobs.galore())
     pool.close()  # the workers' accelerator says that it supports fp16 now
 
 

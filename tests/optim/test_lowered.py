@@ -14,7 +14,7 @@ from ds_galore import ConfigError, check_deepspeed_config
 from ds_galore.optim.arrivals import SKETCH, sketch_of
 from ds_galore.tools.memory import plan_memory
 from tests import jobs
-from tests.optim.test_engine import compare, snapshot
+from tests.optim.test_engine import overflowing
 
 BATCH = 24
 RANDOM = {"first_basis": "random", "update_proj_gap": 5}
@@ -111,28 +111,9 @@ def by_name(kind: str, params: dict[str, Any]) -> list[float]:
 # ---------------------------------------------------------------------- overflow, resuming, layers that are not used
 
 
-def overflowing(accumulation: int) -> None:
-    from deepspeed.accelerator import get_accelerator
-
-    get_accelerator().is_fp16_supported = lambda: True
-    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
-    engine = start(True, jobs.galore(**RANDOM), fp16=fp16, accumulation=accumulation)
-    data = jobs.batches(6, BATCH)
-    jobs.train(engine, data[:2])
-    before = snapshot(engine)
-    engine.optimizer.loss_scaler.cur_scale = 2.0**40
-    jobs.train(engine, data[2:3])
-    assert engine.skipped_steps == 1
-    compare(before, snapshot(engine))
-    engine.optimizer.loss_scaler.cur_scale = 2.0**8
-    losses = jobs.train(engine, data[3:])
-    assert engine.skipped_steps == 1
-    assert all(math.isfinite(each) for each in losses)
-
-
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_an_overflowed_fp16_step_changes_nothing(pool, accumulation):
-    pool.run(2, overflowing, accumulation)
+    pool.run(2, overflowing, jobs.galore(**RANDOM, gradients="lowrank"), accumulation)
     pool.close()  # the workers' accelerator says that it supports fp16 now
 
 
@@ -249,6 +230,26 @@ def test_the_norm_over_several_micro_batches_is_estimated_within_a_few_percent(p
     errors = torch.tensor([estimate / exact - 1 for exact, estimate in pairs])
     assert float(errors.abs().max()) < 0.06
     assert float(errors.square().mean().sqrt()) < 0.025
+
+
+def unannounced() -> str:
+    """Two micro-batches where the configuration has one."""
+    engine = start(True, jobs.galore(**RANDOM))
+    told = "nothing"
+    try:
+        for boundary in (False, True):
+            engine.set_gradient_accumulation_boundary(boundary)
+            tokens = jobs.batches(1, 12)[0]
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+    except Exception as error:  # noqa: BLE001 - reported
+        told = f"{type(error).__name__}: {error}"
+    return told
+
+
+def test_more_micro_batches_than_are_configured_are_refused(pool):
+    for told in pool.run(2, unannounced, timeout=60):
+        assert told.startswith("ConfigError: gradient_accumulation_steps is 1, and more than one micro-batch")
 
 
 # ---------------------------------------------------------------------- memory

@@ -526,6 +526,16 @@ def test_all_of_a_configuration_counts(tmp_path):
     automatic = asked({"bf16": {"enabled": "auto"}})
     assert automatic["precision"] == "bf16"
     assert any("bf16 weights" in each for each in automatic["assumptions"])
+    galore = {"type": "GaLoreAdamW", "params": {"lr": 1e-3, "rank": 256}}
+    zero = {"zero_optimization": {"stage": 3}}
+    plain = asked({"optimizer": galore, **zero})["memory_per_rank"]
+    chosen = {**galore, "params": {**galore["params"], "gradients": "lowrank"}}
+    lowered = asked({"optimizer": chosen, **zero})
+    assert lowered == asked({"optimizer": {**galore, "type": "galore_adamw_layerwise"}, **zero})
+    assert lowered["memory_per_rank"]["gradients"] < 0.35 * plain["gradients"]
+    assert lowered["memory_per_rank"]["moments"] == plain["moments"]
+    other = asked({"optimizer": chosen, **zero}, "--optimizer", "apollo_adamw")
+    assert other["memory_per_rank"]["gradients"] == plain["gradients"]
     run = ("--steps", "100", "--save-every", "1")
     adamw = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 3}}
     full = asked({**adamw, "ds_galore": {"checkpoint": {"mode": "full"}}}, *run)["storage"]
