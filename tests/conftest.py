@@ -26,8 +26,8 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """Four real processes over gloo, kept for the session."""
-    processes = Pool()
+    processes = Pool(tmp_path_factory.mktemp("stores"))
     yield processes
     processes.close()

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import tempfile
 import time
 import traceback
 import warnings
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 MAX_WORLD_SIZE = 4
@@ -34,12 +34,19 @@ class RemoteError(AssertionError):
 
 
 class Pool:
-    """Real ranks, started at the first call."""
+    """Real ranks, started at the first call.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    directory
+        For the files by which they find each other.
+    """
+
+    def __init__(self, directory: Path) -> None:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
-        self._world_size = 0
+        self._directory = directory
+        self._world_size = self._worlds = 0
         self._store = ""
 
     def run(self, world_size: int, function: Any, *args: Any, timeout: float = 180.0, **kwargs: Any) -> list[Any]:
@@ -65,7 +72,8 @@ class Pool:
         if not self._processes:
             self._start()
         if world_size != self._world_size:  # another world: where its ranks meet also tells the workers of the change
-            self._world_size, self._store = world_size, tempfile.mktemp(prefix="ds-galore-store-")
+            self._worlds += 1
+            self._world_size, self._store = world_size, str(self._directory / str(self._worlds))
         for pipe in self._pipes[:world_size]:
             pipe.send((world_size, self._store, function, args, kwargs))
         pending = dict(zip(self._pipes[:world_size], range(world_size), strict=True))
