@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ds_galore.checkpoint.boards import NetworkBoard, serve
 from ds_galore.checkpoint.errors import DamageError, NotCommittedError
-from ds_galore.checkpoint.files import FileRecord, replace_file
+from ds_galore.checkpoint.files import FileRecord, file_digest, replace_file
 from ds_galore.checkpoint.manifest import Manifest
 from ds_galore.checkpoint.store import CheckpointStore
 from ds_galore.errors import ConfigError, DsGaloreError
@@ -149,8 +149,7 @@ class Nodes:
         dist.broadcast_object_list(text, src=self.leaders[source], group=leaders.process_group)
         manifest = Manifest.parse(text[0], directory)
         records = list({record.name: record for record in manifest.records()}.values())
-        held = torch.tensor([_is_there(directory, record) for record in records], dtype=torch.uint8)
-        held = leaders.all_gather(held)
+        held = leaders.all_gather(torch.tensor([_is_there(directory, each) for each in records], dtype=torch.uint8))
         for record, column in zip(records, held.T.tolist(), strict=True):
             if not any(column):
                 raise DamageError(f"{directory / record.name}: is on no node as it was written")
@@ -216,7 +215,9 @@ def _age(store: CheckpointStore, tag: str) -> Age:
 
 
 def _is_there(directory: Path, record: FileRecord) -> bool:
+    """Whether a file is there as it was written; one that has rotted, or is of an older save, is brought anew."""
+    path = directory / record.name
     try:
-        return (directory / record.name).stat().st_size == record.bytes
+        return path.stat().st_size == record.bytes and file_digest(path) == record.digest
     except OSError:
         return False

@@ -343,7 +343,7 @@ class CheckpointStore:
         if latest:
             self.set_latest(manifest.tag)
         self._hook("latest")
-        self._sweep(directory, {record.name for record in manifest.records()} if here is None else here)
+        self._sweep(directory, manifest)
         self._hook("swept")
 
     @staticmethod
@@ -359,8 +359,9 @@ class CheckpointStore:
         replace_file(self.directory / LATEST, [tag.encode()])
 
     @staticmethod
-    def _sweep(directory: Path, named: Collection[str]) -> None:
-        """Remove what an earlier or an interrupted save of the same tag, or a load of it, left behind."""
+    def _sweep(directory: Path, manifest: Manifest) -> None:
+        """Remove what an earlier or an interrupted save of the same tag left behind; never another node's files."""
+        named = {record.name for record in manifest.records()}
         for path in directory.iterdir():
             if _OURS.fullmatch(path.name) and path.name not in named:
                 path.unlink(missing_ok=True)

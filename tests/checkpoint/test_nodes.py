@@ -76,6 +76,13 @@ def merged(root: Path, tag: str, into: str = "merged") -> Path:
     return target
 
 
+def rot(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+
+
 def data_files(directory: Path) -> set[int]:
     """The ranks whose files are there."""
     return {int(path.name[5:10]) for path in directory.glob("rank-*.safetensors")}
@@ -114,17 +121,40 @@ def test_each_node_saves_its_own_and_a_load_brings_the_rest(pool, tmp_path, opti
     reader = CheckpointReader(merged(tmp_path, "next"))
     assert (reader.manifest.kind, reader.manifest.base, reader.verify()) == ("differential", "step-4", [])
 
+    # A file has rotted where it was written, and is whole on the node that it was brought to.
+    rot(next((tmp_path / "disk-0" / "step-8").glob("rank-00001-*.safetensors")))
+    for after, _, _ in pool.run(3, go_on, str(tmp_path), THREE, optimizer, extra, "step-8"):
+        assert after == losses[0]
+
     # One rank more, and on three nodes, of which one is new and empty.
     for after, _, _ in pool.run(4, go_on, str(tmp_path), FOUR, optimizer, extra, "next"):
         assert max(abs(a - b) for a, b in zip(after, losses[0], strict=True)) < (2e-3 if "bf16" in extra else 1e-5)
     assert data_files(tmp_path / "disk-2" / "step-8") == set()
     # Each node had all files of "next", which has been saved again.
-    assert [data_files(tmp_path / f"disk-{node}" / "next") for node in range(3)] == [{0}, {1, 2}, {3}]
     assert CheckpointReader(merged(tmp_path, "next", "again")).verify() == []
 
 
-def load(root: str, checkpoint: dict[str, Any]) -> str:
-    engine, disk = on_nodes(THREE, root, checkpoint=checkpoint)
+def test_nodes_that_see_one_directory_after_all_do_each_other_no_harm(pool, tmp_path):
+    same = [(0, 0), (0, 1), (0, 0)]
+    tags = pool.run(3, many, str(tmp_path), same)[0]
+    store = CheckpointStore(tmp_path / "disk-0")
+    assert store.tags() == tags
+    assert [store.open(tag).verify() for tag in tags] == [[]] * len(tags)
+    assert pool.run(3, load, str(tmp_path), {}, same) == [f"loaded {tags[-1]}"] * 3
+
+
+def many(root: str, places: list[tuple[int, int]]) -> list[str]:
+    """Save five times, once to a tag that is there; which tags are left."""
+    engine, disk = on_nodes(places, root, checkpoint={"keep_last": 2})
+    for tag in ("a", "b", "b", "c", "d"):
+        jobs.train(engine, jobs.batches(1, BATCH))
+        save(engine, disk, tag)
+    dist.barrier()
+    return CheckpointStore(disk).tags()
+
+
+def load(root: str, checkpoint: dict[str, Any], places: list[tuple[int, int]] = THREE) -> str:
+    engine, disk = on_nodes(places, root, checkpoint=checkpoint)
     try:
         path, _ = engine.load_checkpoint(str(disk))
     except Exception as error:  # noqa: BLE001 - what matters is that all ranks come here
@@ -158,10 +188,7 @@ def test_what_is_on_no_node_as_it_was_written_is_told_on_all_ranks(pool, tmp_pat
     if damage == "gone":
         path.unlink()
     else:
-        data = bytearray(path.read_bytes())
-        data[-9] ^= 1
-        path.unlink()
-        path.write_bytes(data)
+        rot(path)
     told = pool.run(3, load, str(tmp_path), {})
     assert all(path.name in each for each in told), told
     assert any(each.startswith("DamageError") for each in told)
