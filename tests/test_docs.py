@@ -452,3 +452,23 @@ def test_links_lead_somewhere(page):
         assert found.exists(), f"{page}: {target}"
         if anchor and found.suffix == ".md":
             assert anchor in headings(found), f"{page}: {target}"
+
+
+# ---------------------------------------------------------------------- proposals to others
+
+
+def test_the_patches_for_deepspeed_apply_to_it(tmp_path):
+    import deepspeed
+    from deepspeed.runtime.zero import stage3
+
+    assert deepspeed.__version__.startswith("0.19.8"), "docs/upstream.md names the version"
+    copied = tmp_path / "deepspeed" / "runtime" / "zero" / "stage3.py"
+    copied.parent.mkdir(parents=True)
+    copied.write_text(Path(stage3.__file__).read_text())
+    patches = sorted((ROOT / "docs" / "upstream").glob("*.patch"))
+    assert [path.name for path in patches] == ["gradients-on-arrival.patch", "shared-masters.patch"]
+    for path in patches:
+        assert f"upstream/{path.name}" in (ROOT / "docs" / "upstream.md").read_text()
+        subprocess.run(["git", "apply", str(path)], cwd=tmp_path, check=True, capture_output=True)
+    ast.parse(copied.read_text())
+    assert "def _takes_gradient(self, param)" in copied.read_text()

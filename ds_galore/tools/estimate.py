@@ -150,11 +150,14 @@ def _separate_master(job: Job) -> int:
 
 def _memory(job: Job, rank: int, kept: Kept | None = None) -> MemoryPlan:
     """The memory of a rank; ``kept`` stands for what the optimizer keeps."""
+    masters = _separate_master(job)
+    if kept is None and job.optimizer.lowered_gap is not None and masters == BYTES[job.precision]:
+        masters = 0  # the weights themselves
     common: dict[str, Any] = {
         "world_size": job.world_size,
         "rank": rank,
         "weight_bytes": BYTES[job.precision],
-        "master_bytes": _separate_master(job),
+        "master_bytes": masters,
         "stage": job.stage,
     }
     plan = plan_memory(job.plans, kept=job.kept if kept is None else kept, sharded=job.shards, **common)

@@ -4,7 +4,8 @@ DeepSpeed keeps a buffer for this rank's partition of every gradient, flattens a
 and has the optimizer step on that. Here what is projected is lowered when its reduced partition arrives
 (:mod:`ds_galore.optim.arrivals`), and the optimizer is handed the pieces. Everything else is DeepSpeed's own.
 
-What is overridden, all seen in DeepSpeed 0.19.8: ``initialize_optimizer_states`` (nothing to be made, nor a buffer to
+What is overridden, all seen in DeepSpeed 0.19.8: ``_create_fp32_partitions`` (so that weights are their own masters
+where both have one dtype), ``initialize_optimizer_states`` (nothing to be made, nor a buffer to
 make it with), ``_setup_for_real_optimizer`` (no room for projected matrices in the buffer), ``partition_grads``,
 ``has_overflow``, ``get_grad_norm_direct``, ``_prepare_fp32_grad_for_sub_group``, ``unscale_and_clip_grads``,
 ``_release_sub_group``, ``step``, and ``_get_fp32_grad_state_partition`` (which has nothing to give any more).
@@ -52,6 +53,7 @@ class LoweredStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """In place of ``DeepSpeedZeroOptimizer_Stage3``, for an optimizer whose ``gradients`` are ``"lowrank"``."""
 
     optimizer: LowRankOptimizer
+    device: Any
 
     # ------------------------------------------------------------------ construction
 
@@ -64,6 +66,17 @@ class LoweredStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         finally:
             for parameter, partition_numel in self._hidden:
                 parameter.partition_numel = partition_numel
+
+    def _create_fp32_partitions(self) -> None:
+        """Let weights be their own masters where both have one dtype.
+
+        DeepSpeed means to, and compares a tensor's device with the name of one, which are never equal.
+        """
+        name, self.device = self.device, torch.device(self.device)
+        try:
+            super()._create_fp32_partitions()
+        finally:
+            self.device = name
 
     def initialize_optimizer_states(self) -> None:
         """Make nothing: the states come with the first step. What follows in the caller makes room for gradients."""
