@@ -146,7 +146,8 @@ COMMANDS = {
         " --refresh=subspace|svd|random --moment-dtype=fp32|bf16|8bit --unprojected-moment-dtype=fp32|bf16|8bit"
         " --projector-dtype=fp32|bf16|int8|int4 --projector-storage=auto|replicated|sharded --beta1"
         " --precision=fp32|bf16|fp16 --state-precision=fp32|bf16|fp16 --zero-stage --world-size[1] --steps"
-        " --save-every --keep-last --full-every --paper(flag) --table=8bit|crossover"
+        " --save-every --keep-last --full-every --sequence-length --activation-checkpointing(flag) --paper(flag)"
+        " --table=8bit|crossover"
     ),
     "init": (
         "--model-config --params --gpus --gpu-memory --gpus-per-machine --host-memory --disk --steps --save-every"

@@ -9,7 +9,7 @@ from typing import Any
 
 from ds_galore.errors import ConfigError, DataError
 
-__all__ = ["job_of", "settings_from", "settings_of"]
+__all__ = ["decoder_of", "job_of", "settings_from", "settings_of"]
 
 #: Of GaLore's projection, where nothing says another.
 DEFAULT_RANK = 128
@@ -223,6 +223,25 @@ def _plans(model_config: Path, low_rank: bool, params: Mapping[str, Any], rank: 
     chosen = {key: params[key] for key in ("proj_type", "target_modules") if key in params}
     optimizer = GaLoreAdamW(model.parameters(), model=model, rank=rank, **chosen)  # all project the same matrices
     return optimizer.parameter_plans()
+
+
+def decoder_of(model_config: Path) -> Any:
+    """The shape of a model's layers, for its activations.
+
+    Raises
+    ------
+    DataError
+        If it is no decoder whose configuration tells it.
+    """
+    from ds_galore.tools.activations import Decoder
+
+    found = Decoder.of(_empty_model(model_config).config)
+    if found is None:
+        raise DataError(
+            f"--model-config {model_config}: its activations are not known, since it names no hidden_size,"
+            " intermediate_size, num_hidden_layers or vocab_size; leave --sequence-length out"
+        )
+    return found
 
 
 @functools.lru_cache(maxsize=1)

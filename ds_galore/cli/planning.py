@@ -84,6 +84,16 @@ def _one_of(key: str) -> click.Choice[str]:
 @click.option(
     "--full-every", type=click.IntRange(min=1), help="Which checkpoints are full. [the configuration's, or 10]"
 )
+@click.option(
+    "--sequence-length",
+    type=click.IntRange(min=1),
+    help="Tokens of a sequence, for activations in the account of a device; with --config and --model-config.",
+)
+@click.option(
+    "--activation-checkpointing/--no-activation-checkpointing",
+    default=None,
+    help="Whether layers are computed anew in the backward pass. [no]",
+)
 @click.option("--paper", is_flag=True, help="Show the GaLore paper's table 2 beside these figures, and nothing else.")
 @click.option(
     "--table",
@@ -119,6 +129,7 @@ def _found(options: dict[str, Any]) -> dict[str, Any]:
 
     job, schedule = job_of(options, settings_from(options["path"]))
     found = asdict(estimated(job, schedule))
+    found["device"] = _device(options, job)
     plain = [ParameterPlan(plan.name, plan.numel) for plan in job.plans]
     adamw = replace(job, optimizer=OPTIMIZERS["adamw"], plans=plain, scale=1.0, parameters=None)
     if job.parameters is not None:
@@ -133,6 +144,44 @@ def _found(options: dict[str, Any]) -> dict[str, Any]:
             f"the paper's table 2 has bf16 everything and rank {PAPER[name][0]}; docs/estimate.md has the arithmetic"
         )
     return found
+
+
+def _device(options: dict[str, Any], job: Any) -> dict[str, Any] | None:
+    """The account of a rank's device, by DeepSpeed's buffers in a configuration; None without one."""
+    for name in ("sequence_length", "activation_checkpointing"):
+        if options[name] is not None and (options["path"] is None or options["model_config"] is None):
+            raise ConfigError(f"--{name.replace('_', '-')} goes with --config and --model-config")
+    if options["activation_checkpointing"] is not None and options["sequence_length"] is None:
+        raise ConfigError("--activation-checkpointing goes with --sequence-length")
+    if options["path"] is None:
+        return None
+    from ds_galore.config import load_config
+    from ds_galore.tools.footprint import footprint
+
+    config = load_config(options["path"])
+    needs = footprint(config, job)
+    activations = _activations(options, config, job)
+    phases = {**needs.phases, "backward": {**activations, **needs.phases["backward"]}}
+    return {
+        "device": needs.device,
+        "host": needs.host,
+        "phases": phases,
+        "activations_counted": bool(activations),
+        "peak": needs.peak(sum(activations.values())),
+    }
+
+
+def _activations(options: dict[str, Any], config: Any, job: Any) -> dict[str, int]:
+    if options["sequence_length"] is None:
+        return {}
+    from ds_galore.cli.described import decoder_of
+    from ds_galore.tools.activations import activations
+    from ds_galore.tools.estimate import BYTES
+
+    micro = config.get("train_micro_batch_size_per_gpu")
+    tokens = options["sequence_length"] * (micro if isinstance(micro, int) else 1)
+    anew = bool(options["activation_checkpointing"])
+    return activations(decoder_of(options["model_config"]), tokens, BYTES[job.precision], checkpointing=anew)
 
 
 # ---------------------------------------------------------------------- for people
@@ -158,6 +207,8 @@ def _show(found: dict[str, Any]) -> None:
         )
     ]
     show_table("memory of model states", ["", *(kind.replace("_", " ") for kind in kinds)], rows)
+    if found["device"] is not None:
+        _show_device(found["device"])
     checkpoint = found["checkpoint"]
     parts = ["weights", "master_weights", "moments", "projectors", "metadata", "total"]
     show_table(
@@ -184,6 +235,22 @@ def _show(found: dict[str, Any]) -> None:
         _paper_rows(found["paper"])
     for each in found["assumptions"]:
         click.echo(f"assumes: {each}")
+
+
+def _show_device(account: dict[str, Any]) -> None:
+    """The account of a rank's device, line by line."""
+    rows = [["always", kind, size] for kind, size in account["device"].items()]
+    for phase, kinds in account["phases"].items():
+        rows += [[phase, kind, size] for kind, size in kinds.items()]
+        rows.append([phase, "all of it, for a moment", sum(kinds.values())])
+    title = "on the device of a rank, by DeepSpeed's buffers; of the phases the largest counts"
+    shown = [[name.replace("_", " "), kind.replace("_", " "), size_text(size)] for name, kind, size in rows if size]
+    show_table(title, ["when", "what", "size"], shown, left=2)
+    without = "" if account["activations_counted"] else ", activations not counted (--sequence-length)"
+    click.echo(f"at most on the device: {size_text(account['peak'])}{without}")
+    if account["host"]:
+        kinds = ", ".join(f"{kind.replace('_', ' ')} {size_text(size)}" for kind, size in account["host"].items())
+        click.echo(f"in host memory a rank: {kinds}")
 
 
 def _paper_rows(rows: list[dict[str, Any]]) -> None:

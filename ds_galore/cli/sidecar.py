@@ -18,7 +18,8 @@ _KINDS = {
     "master_weights": "master weights",
     "moments": "moments",
     "projectors": "projectors",
-    "buffers": "DeepSpeed's buffers, and weights gathered at once",
+    "reduction_bucket": "DeepSpeed's buffer of gradients on their way",
+    "gathered_weights": "weights gathered at once",
 }
 
 

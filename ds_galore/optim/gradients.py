@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_galore.optim.matrices import Matrix
-from ds_galore.optim.walks import Plain
+from ds_galore.optim.walks import Plain, Segment
 
 __all__ = ["ArrivedGradients", "FlatGradients", "Gradients"]
 
@@ -19,8 +19,8 @@ __all__ = ["ArrivedGradients", "FlatGradients", "Gradients"]
 class Gradients(Protocol):
     """This rank's elements of the gradients, in any floating dtype."""
 
-    def plain(self, plain: Plain) -> Tensor:
-        """Of a parameter that is not projected, ``(numel,)``."""
+    def plain(self, plain: Plain, segment: Segment) -> Tensor:
+        """Of a segment of a parameter that is not projected, ``(stop - first,)``."""
 
     def whole(self, matrix: Matrix) -> Tensor:
         """Of a matrix, ``(numel,)``."""
@@ -41,9 +41,9 @@ class FlatGradients:
     def __init__(self, flat: Tensor) -> None:
         self._flat = flat
 
-    def plain(self, plain: Plain) -> Tensor:
+    def plain(self, plain: Plain, segment: Segment) -> Tensor:
         """Of a parameter that is not projected: a view."""
-        return plain.narrow(self._flat)
+        return plain.narrow(self._flat)[segment[0] : segment[1]]
 
     def whole(self, matrix: Matrix) -> Tensor:
         """Of a matrix: a view."""
@@ -72,9 +72,9 @@ class ArrivedGradients:
         #: What all of them are to be multiplied by: clipping, and the loss scale.
         self.factor: Tensor | float = 1.0
 
-    def plain(self, plain: Plain) -> Tensor:
+    def plain(self, plain: Plain, segment: Segment) -> Tensor:
         """Of a parameter that is not projected: a copy."""
-        return self._scaled(self.pieces[plain.name][: plain.numel])
+        return self._scaled(self.pieces[plain.name][: plain.numel][segment[0] : segment[1]])
 
     def whole(self, matrix: Matrix) -> Tensor:
         """Of a matrix that is due: a copy."""

@@ -22,7 +22,17 @@ from ds_galore.optim.plan import Batch, FlatPlan, compute_dtype
 from ds_galore.optim.renewal import Renewal
 from ds_galore.optim.schedule import is_due, is_turn, pass_turn, starts_at_random
 from ds_galore.optim.states import StateTensor, effective, plain_tensors, projected_tensors
-from ds_galore.optim.walks import Plain, PlainStep, ProjectedStep, Rule, Slot, Update, slots_by_key
+from ds_galore.optim.walks import (
+    Plain,
+    PlainStep,
+    ProjectedStep,
+    Rule,
+    Segment,
+    Slot,
+    Update,
+    segment_size,
+    slots_by_key,
+)
 from ds_galore.optim.watching import Watch
 from ds_galore.parameters import LowRankParameters
 from ds_galore.zero.group import Guard
@@ -112,9 +122,13 @@ class FlatStep:
         """Put updated weights back, where they are kept in fewer bits than are computed with."""
         if wide is weight:
             return
-        if self.parameters.stochastic_rounding and weight.dtype == torch.bfloat16:
-            wide = round_to_bf16(wide, key_of(self.parameters.seed, number, step, 0), first)
-        weight.copy_(wide)
+        if not (self.parameters.stochastic_rounding and weight.dtype == torch.bfloat16):
+            weight.copy_(wide)
+            return
+        key, size = key_of(self.parameters.seed, number, step, 0), segment_size(weight.device)
+        for begin in range(0, weight.numel(), size):
+            part = wide[begin : begin + size]
+            weight[begin : begin + size].copy_(round_to_bf16(part, key, first + begin))
 
     # ------------------------------------------------------------------ parameters that are not projected
 
@@ -122,7 +136,7 @@ class FlatStep:
         plan, guard = self.plan, self.guard
         refused = self.vote(
             guard.run(
-                lambda: [_is_not_finite(self._gradients.plain(each)) for each in plan.plain],
+                lambda: [self._is_refused(each) for each in plan.plain],
                 lambda: [False] * len(plan.plain),
             )
         )
@@ -149,24 +163,40 @@ class FlatStep:
         updates = drive(travellers, None, plan.group, guard, self.like)
         with guard:
             for (each, _), update in zip(active, updates, strict=True):
-                weight = each.narrow(self._tensor)
-                wide = weight.to(self._compute)
-                if update.beta != 1.0:
-                    wide = wide.mul_(update.beta)
-                if update.direction is not None:
-                    wide.add_(update.direction, alpha=update.alpha)
-                self._store(weight, wide, each.number, each.start, self._state_of(each.name)["step"])
+                self._apply_plain(each, update)
+
+    def _is_refused(self, plain: Plain) -> bool | Tensor:
+        """Whether an element of a gradient is not finite."""
+        found = [_is_not_finite(self._gradients.plain(plain, each)) for each in plain.segments(self._tensor.device)]
+        if all(isinstance(each, bool) for each in found):
+            return any(found)
+        return torch.stack([torch.as_tensor(each, device=self._tensor.device) for each in found]).any()
+
+    def _apply_plain(self, plain: Plain, update: Update) -> None:
+        weights, step = plain.narrow(self._tensor), self._state_of(plain.name)["step"]
+        for segment in plain.segments(self._tensor.device):
+            weight = weights[segment[0] : segment[1]]
+            wide = weight.to(self._compute)
+            if update.beta != 1.0:
+                wide.mul_(update.beta)
+            if update.pieces is not None:
+                wide.add_(update.pieces(segment), alpha=update.alpha)
+            self._store(weight, wide, plain.number, plain.start + segment[0], step)
 
     def _walk_plain(self, plain: Plain, slots: list[Slot]) -> Any:
-        grad = self._gradients.plain(plain).to(self._compute)
+        def part(segment: Segment) -> Tensor:
+            return self._gradients.plain(plain, segment).to(self._compute)
+
         step = PlainStep(
             state=self._state_of(plain.name),
             group=self._group,
             slots=slots_by_key(slots),
             weight=partial(plain.narrow, self._tensor),
-            grad=lambda: grad,
+            grad=lambda: part((0, plain.numel)),
             seed=self.parameters.seed,
             plain=plain,
+            part=part,
+            like=self.like,
         )
         return self.rule.plain(step)
 

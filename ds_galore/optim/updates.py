@@ -23,7 +23,7 @@ from ds_galore.optim.rules import (
     growth_limiter,
     reproject,
 )
-from ds_galore.optim.walks import AnyStep, Plain, PlainStep, ProjectedStep, Request, Rule, Slot, Update, Walk
+from ds_galore.optim.walks import AnyStep, Plain, PlainStep, ProjectedStep, Request, Rule, Segment, Slot, Update, Walk
 
 __all__ = ["APOLLO", "Adafactor", "AdamW", "Fira"]
 
@@ -68,13 +68,22 @@ class AdamW(Rule):
 
     def plain(self, step: PlainStep) -> Walk:
         step.state["step"] += 1
-        exp_avg, exp_avg_sq = step.read("exp_avg"), step.read("exp_avg_sq")
-        grad = step.grad().clone().view(exp_avg.shape)
-        group = step.group
-        direction = adamw_direction(grad, exp_avg, exp_avg_sq, betas=group["betas"], eps=group["eps"])
-        yield from self._keep(step, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq})
+        group, keys = step.group, ("exp_avg", "exp_avg_sq")
+
+        def advanced(segment: Segment) -> tuple[list[Tensor], Tensor]:
+            moments, grad = [step.read(key, segment) for key in keys], step.part(segment).clone()
+            return moments, adamw_direction(grad, *moments, betas=group["betas"], eps=group["eps"])
+
+        largest = yield from self._largest(step, len(keys), lambda segment: advanced(segment)[0])
+
+        def direction(segment: Segment) -> Tensor:
+            moments, found = advanced(segment)
+            for key, moment, most in zip(keys, moments, largest, strict=True):
+                step.write(key, moment, segment, most)
+            return found
+
         size, beta = self._factors(step)
-        return Update(direction.view(-1), -size * beta, beta)
+        return Update(None, -size * beta, beta, pieces=direction)
 
     def carry(self, step: ProjectedStep, transition: Tensor) -> None:
         moments = reproject(
@@ -266,10 +275,12 @@ class Adafactor(Rule):
         update.mul_(self._clipped(total, numel, group).reciprocal_().mul_(rate))
         if self.parameters.beta1 is not None:
             exp_avg = step.read("exp_avg")
-            exp_avg.view(-1).lerp_(update, 1.0 - self.parameters.beta1)
-            yield from self._keep(step, {"exp_avg": exp_avg})
-            update = exp_avg.reshape(-1)
-        return Update(update, -1.0, 1.0 - rate * group["weight_decay"])
+            flat = exp_avg.view(-1).lerp_(update, 1.0 - self.parameters.beta1)
+            [largest] = yield from self._largest(step, 1, lambda segment: [flat[segment[0] : segment[1]]])
+            step.write("exp_avg", exp_avg, largest=largest)
+            update = flat
+        beta = 1.0 - rate * group["weight_decay"]
+        return Update(None, -1.0, beta, pieces=lambda segment: update[segment[0] : segment[1]])
 
     def carry(self, step: ProjectedStep, transition: Tensor) -> None:
         column = step.read("exp_avg_sq_col") @ transition.square()

@@ -151,7 +151,7 @@ def _separate_master(job: Job) -> int:
 def _memory(job: Job, rank: int, kept: Kept | None = None) -> MemoryPlan:
     """The memory of a rank; ``kept`` stands for what the optimizer keeps."""
     masters = _separate_master(job)
-    if kept is None and job.optimizer.lowered_gap is not None and masters == BYTES[job.precision]:
+    if kept is None and job.optimizer.lowered and masters == BYTES[job.precision]:
         masters = 0  # the weights themselves
     common: dict[str, Any] = {
         "world_size": job.world_size,
@@ -165,7 +165,7 @@ def _memory(job: Job, rank: int, kept: Kept | None = None) -> MemoryPlan:
         return plan
     true = plan_memory([ParameterPlan("all", job.parameters)], **common)
     scaled = {key: round(getattr(plan, key) * job.scale) for key in ("moments", "projectors", "gradients")}
-    if kept is not None or job.optimizer.lowered_gap is None:
+    if kept is not None or not job.optimizer.lowered:
         del scaled["gradients"]  # known from their number
     return replace(true, **scaled)
 

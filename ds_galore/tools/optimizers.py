@@ -53,8 +53,10 @@ class Optimizer:
         Of projectors.
     refresh
         How a basis is found; ``"random"`` keeps no projectors.
-    lowered_gap
-        Where gradients of projected matrices are lowered when they arrive, the steps between two refreshes of one.
+    gap
+        Steps between two refreshes of a matrix.
+    lowered
+        Whether gradients of projected matrices are lowered when they arrive.
     """
 
     name: str
@@ -67,7 +69,8 @@ class Optimizer:
     unprojected_moment_dtype: str | None = None
     projector_dtype: str = "fp32"
     refresh: str = "subspace"
-    lowered_gap: int | None = None
+    gap: int = 200
+    lowered: bool = False
 
     @property
     def keeps_projectors(self) -> bool:
@@ -86,7 +89,7 @@ class Optimizer:
             projectors=FORMATS[self.projector_dtype] if self.keeps_projectors else None,
             factored=factored,
             flat=not self.ours,
-            lowered_gap=self.lowered_gap,
+            lowered_gap=self.gap if self.lowered else None,
         )
 
 
@@ -170,11 +173,9 @@ def configured(optimizer: Optimizer, params: Mapping[str, Any], *, where: str = 
     for key in ("moment_dtype", "unprojected_moment_dtype"):
         if key in keys:  # else as the precision of the states
             found[key] = getattr(checked, key)
-    if params.get("gradients") == "lowrank":
-        gap = params.get("update_proj_gap")
-        found["lowered_gap"] = (
-            gap if isinstance(gap, int) and gap > 0 else model.model_fields["update_proj_gap"].default
-        )
+    gap = params.get("update_proj_gap")
+    found["gap"] = gap if isinstance(gap, int) and gap > 0 else model.model_fields["update_proj_gap"].default
+    found["lowered"] = params.get("gradients") == "lowrank"
     if optimizer.factored and "beta1" in keys:
         return replace(optimizer, moments=1, **found)
     return replace(optimizer, **found)

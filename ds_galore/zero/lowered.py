@@ -25,6 +25,7 @@ from torch import Tensor
 from ds_galore.errors import BindingError, ConfigError
 from ds_galore.optim.arrivals import Arrivals
 from ds_galore.optim.optimizer import LowRankOptimizer
+from ds_galore.optim.walks import segment_size
 
 __all__ = ["CHECKED", "LoweredStage3", "lowered_stage3"]
 
@@ -54,6 +55,7 @@ class LoweredStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
     optimizer: LowRankOptimizer
     device: Any
+    grad_partitions_flat_buffer: Tensor
 
     # ------------------------------------------------------------------ construction
 
@@ -123,16 +125,30 @@ class LoweredStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     # ------------------------------------------------------------------ the step
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Whether any gradient of any rank is not finite: of what was lowered, the sums that its norm is made of."""
+        """Whether any gradient of any rank is not finite: of what was lowered, the sums that its norm is made of.
+
+        Of the others the extremes stand for all: DeepSpeed's search takes one and a half times their memory.
+        """
         for window in self._windows.values():
             self.inf_or_nan_tracker.logical_or_(~torch.isfinite(window.squares()))
-        return bool(super().has_overflow(partition_gradients))
+        others = self.grad_partitions_flat_buffer
+        try:
+            if others.numel():
+                self.grad_partitions_flat_buffer = torch.stack(torch.aminmax(others))  # NaN is both
+            return bool(super().has_overflow(partition_gradients))
+        finally:
+            self.grad_partitions_flat_buffer = others
 
     def get_grad_norm_direct(self, gradients: Iterable[Tensor], params: list[Any], norm_type: float = 2) -> Tensor:
-        """The norm of a sub-group's gradients over all ranks; what was lowered counts as one number more."""
+        """The norm of a sub-group's gradients over all ranks; what was lowered counts as one number more.
+
+        The others are handed over in pieces, since DeepSpeed makes a copy of each in fp64.
+        """
         index = next(index for index, group in enumerate(self.fp16_groups) if group is params)
-        root = self._windows[index].squares().sqrt().view(1)
-        norm: Tensor = super().get_grad_norm_direct([*gradients, root], [*params, params[0]], norm_type)
+        pieces = [(self._windows[index].squares().sqrt().view(1), params[0])]
+        for gradient, parameter in zip(gradients, params, strict=True):
+            pieces += [(piece, parameter) for piece in torch.split(gradient, segment_size(gradient.device))]
+        norm: Tensor = super().get_grad_norm_direct(*(list(each) for each in zip(*pieces, strict=True)), norm_type)
         return norm
 
     def _prepare_fp32_grad_for_sub_group(self, sub_group_id: int) -> None:

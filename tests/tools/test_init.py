@@ -91,16 +91,24 @@ def test_memory_by_hand():
     assert device["master_weights"] == 4 * part
     assert device["moments"] == pytest.approx(8 * (low + others) / 8, rel=1e-6)
     assert device["projectors"] == pytest.approx(4 * 32 * (4 * 4096 + 2 * 4096 + 11008) * 1024 / 8, rel=1e-6)
-    assert device["buffers"] == 2 * 2 * 200_000_000  # two of them, while communication overlaps
-    assert found.footprint.step == 6 * part + 4 * 2**26
+    assert device["reduction_bucket"] == 2 * 2 * 200_000_000  # two of them, while communication overlaps
+    update = found.footprint.phases["update"]
+    assert found.footprint.step == sum(update.values())
+    assert update["flat_gradients"] == 6 * part
+    assert 4 * 2**26 * 0.9 < update["whole_projectors"] <= 4 * 2**26
+    assert update["refreshes"] == 6 * 4 * 11008 * 1024  # one matrix on a step: its bases, and four blocks to work with
+    assert found.footprint.phases["norm"] == {"a_gradient_in_fp64": 8 * 32000 * 4096 // 8}
     assert found.footprint.host == {}
     assert found.footprint.snapshot == device["master_weights"] + device["moments"] + device["projectors"]
     third = propose(Run(SEVEN), machines(8, 24)).footprint
     assert third.device["weights"] == 2 * part
-    assert third.device["buffers"] == 2 * 200_000_000 + 2 * 1_050_000_000  # a billion weights at once, and prefetched
+    assert third.device["reduction_bucket"] == 2 * 200_000_000
+    assert third.device["gathered_weights"] == 2 * 1_050_000_000  # a billion weights at once, and prefetched
     offloaded = propose(Run(SEVEN), machines(1, 24, host=256)).footprint
-    assert set(offloaded.device) == {"weights", "buffers"}
-    assert offloaded.device["buffers"] == 2 * 200_000_000 + 2 * 32000 * 4096  # the largest gradient, on its way
+    assert set(offloaded.device) == {"weights", "reduction_bucket"}
+    assert (
+        offloaded.device["reduction_bucket"] == 2 * 200_000_000 + 2 * 32000 * 4096
+    )  # the largest gradient, on its way
     assert offloaded.host["master_weights"] == 4 * NUMEL
     assert offloaded.host["gradients"] == (2 + 4) * NUMEL
     assert offloaded.step == 0
