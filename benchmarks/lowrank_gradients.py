@@ -1,9 +1,11 @@
-"""Low-rank gradients beside full ones: time of a step, and memory of gradients, the two alternating in one run.
+"""Low-rank gradients beside full ones and AdamW: time of a step, and memory, the paths alternating in one run.
 
-    deepspeed --num_accelerators 2 benchmarks/lowrank_gradients.py --model llama_60m
+    deepspeed --num_accelerators 2 benchmarks/lowrank_gradients.py --model llama_60m --accumulation 4
 
-Prints medians over the steps after the first two, the ratio, and the most bytes of gradients that a rank kept at any
-arrival, the first step included, beside what full ones take.
+Prints medians over the steps after the first two and their ratio; the most bytes of projected matrices' gradients that
+a rank kept at any arrival, the first step included, beside the bound of 1.15 of their low-rank size and the largest set
+that refreshes together; and by kind what weights, gradients, moments and projectors take, by the tensors and by the
+start-up table.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+KINDS = ("adamw", "full", "lowrank")
 
 
 def main() -> None:
@@ -37,17 +41,22 @@ def main() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import ds_galore
+    from ds_galore.monitoring.accounting import memory_by_kind
 
     ds_galore.enable()
     shape = AutoConfig.from_pretrained(str(ROOT / "configs" / "models" / f"{options.model}.json"))
-    engines, peaks = {}, {"full": 0, "lowrank": 0}
-    for kind in peaks:
+    engines: dict[str, Any] = {}
+    peaks: dict[str, dict[str, int]] = {}
+    for kind in KINDS:
         params = {"lr": 1e-3, "rank": options.rank, "update_proj_gap": options.gap, "first_basis": "random"}
+        optimizer = {"type": "GaLoreAdamW", "params": {**params, "gradients": kind}}
+        if kind == "adamw":
+            optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
         settings = {
             "train_micro_batch_size_per_gpu": options.batch,
             "gradient_accumulation_steps": options.accumulation,
             "gradient_clipping": 1.0,
-            "optimizer": {"type": "GaLoreAdamW", "params": {**params, "gradients": kind}},
+            "optimizer": optimizer,
             "zero_optimization": {"stage": 3, "reduce_bucket_size": 20_000_000, "sub_group_size": 100_000_000},
             "zero_allow_untested_optimizer": True,
             "steps_per_print": 1_000_000,
@@ -57,7 +66,7 @@ def main() -> None:
         engines[kind], *_ = deepspeed.initialize(
             model=model, model_parameters=list(model.parameters()), config=settings
         )
-        _watch(engines[kind].optimizer, peaks, kind)
+        peaks[kind] = _watch(engines[kind].optimizer)
     seconds: dict[str, list[float]] = {kind: [] for kind in engines}
     losses: dict[str, list[float]] = {kind: [] for kind in engines}
     for step in range(options.steps):
@@ -74,38 +83,92 @@ def main() -> None:
             seconds[kind].append(time.perf_counter() - begin)
             losses[kind].append(float(loss.detach()))
     medians = {kind: statistics.median(found[2:]) for kind, found in seconds.items()}
-    full, lowered = (engines[kind].optimizer for kind in ("full", "lowrank"))
-    projected = sum(
-        parameter.partition_numel()
-        for group in full.fp16_groups
+    zero = engines["full"].optimizer
+    projected = [
+        (parameter.partition_numel(), parameter.ds_shape)
+        for group in zero.fp16_groups
         for parameter in group
-        if full.optimizer.projected_name(parameter) is not None
-    )
-    others = lowered.grad_partitions_flat_buffer.nbytes
+        if zero.optimizer.projected_name(parameter) is not None
+    ]
+    whole = 4 * sum(numel for numel, _ in projected)
+    low = 4 * sum(numel * options.rank / columns for numel, (_, columns) in projected)
+    together = peaks["lowrank"]["refreshing"]
+    table = memory_by_kind(engines["lowrank"], dist.get_world_size())
+    assert table is not None
     found = {
         "median_seconds": medians,
         "ratio": medians["lowrank"] / medians["full"],
         "largest_loss_difference": max(abs(a - b) for a, b in zip(losses["full"], losses["lowrank"], strict=True)),
-        "gradient_bytes": peaks,
-        "projected_full_bytes": projected * 4,
-        "projected_lowrank_share": (peaks["lowrank"] - others) / (projected * 4),
-        "rank_over_columns": options.rank / shape.hidden_size,
+        "projected_gradients": {
+            "full": whole,
+            "most_kept": peaks["lowrank"]["projected"],
+            "refreshing_together": together,
+            "bound": round(1.15 * low + together),
+        },
+        "memory": {kind: {**_kept(engine), "gradients": peaks[kind]["all"]} for kind, engine in engines.items()},
+        "start_up_table": {
+            "lowrank": table["GaLoreAdamW"],
+            "full": (memory_by_kind(engines["full"], dist.get_world_size()) or {})["GaLoreAdamW"],
+            "adamw": table["AdamW"],
+        },
     }
+    for sizes in found["memory"].values():
+        sizes["total"] = sum(sizes.values())
+    for sizes in found["start_up_table"].values():
+        sizes["total"] = sum(sizes.values())
     if dist.get_rank() == 0:
         print(json.dumps(found, indent=1))
 
 
-def _watch(zero: Any, peaks: dict[str, int], kind: str) -> None:
-    """Note what is kept of gradients whenever some have arrived."""
+def _kept(engine: Any) -> dict[str, int]:
+    """Bytes of a rank's tensors, by kind; memory that two kinds share counts for the first."""
+    zero, seen = engine.optimizer, set()
+
+    def size(tensors: Iterable[torch.Tensor]) -> int:
+        total = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                total += storage.nbytes()
+        return total
+
+    weights = size(zero.fp16_partitioned_groups_flat)
+    masters = size(zero.fp32_partitioned_groups_flat)
+    tensors = list(_tensors(zero.optimizer.state, ""))
+    projectors = size(tensor for key, tensor in tensors if "projector" in key)
+    return {
+        "weights": weights,
+        "master_weights": masters,
+        "projectors": projectors,
+        "moments": size(tensor for _, tensor in tensors),
+    }
+
+
+def _tensors(state: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(state, torch.Tensor):
+        yield key, state
+    elif isinstance(state, dict):
+        for name, value in state.items():
+            yield from _tensors(value, str(name) if isinstance(name, str) else key)
+
+
+def _watch(zero: Any) -> dict[str, int]:
+    """Note the most that is kept of gradients whenever some have arrived: of all, of projected ones, of due ones."""
     original = zero.partition_grads
+    most = {"all": 0, "projected": 0, "refreshing": 0}
 
     def partition_grads(*args: Any) -> Any:
         result = original(*args)
-        taken = sum(window.gradients.nbytes for window in getattr(zero, "_windows", {}).values())
-        peaks[kind] = max(peaks[kind], zero.grad_partitions_flat_buffer.nbytes + taken)
+        windows = [window.gradients for window in getattr(zero, "_windows", {}).values()]
+        projected = sum(gradients.nbytes for gradients in windows)
+        due = sum(piece.nbytes for gradients in windows for piece in gradients.pieces.values())
+        now = {"all": zero.grad_partitions_flat_buffer.nbytes + projected, "projected": projected, "refreshing": due}
+        most.update({key: max(most[key], value) for key, value in now.items()})
         return result
 
     zero.partition_grads = partition_grads
+    return most
 
 
 if __name__ == "__main__":

@@ -421,7 +421,8 @@ def train(arguments: argparse.Namespace, group: RankGroup) -> int:
     with group.together():
         check_targets(model, config)
     if arguments.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        # transformers has another name for it since version 5.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=config
     )

@@ -49,6 +49,8 @@ def memory_plans(engine: Any, world_size: int) -> tuple[MemoryPlan, MemoryPlan] 
     if isinstance(optimizer, LowRankOptimizer):
         own["sharded"] = optimizer.shards_projectors(world_size)
         own["kept"] = optimizer.kept
+        if optimizer.kept.lowered_gap is not None:  # where alone weights are their own masters
+            options["master_bytes"] = engine.optimizer.fp32_partitioned_groups_flat[0].element_size()
     ranks = [plan_memory(plans, rank=rank, **own) for rank in range(world_size)]
     return max(ranks, key=lambda plan: plan.total), plan_memory(adamw, **options)
 

@@ -34,6 +34,7 @@ from ds_galore.tools.formats import BLOCK
 from ds_galore.zero.layout import MatrixLayout
 
 __all__ = [
+    "SEGMENT",
     "Plain",
     "PlainStep",
     "ProjectedStep",
@@ -51,7 +52,7 @@ Walk = Generator[Tensor, Tensor, "Update"]
 #: The first and the last but one of a run of this rank's elements of a parameter.
 Segment = tuple[int, int]
 #: Elements of a segment: on a CPU what stays in a cache, on an accelerator few kernels and 200 MB of temporary copies.
-SEGMENT = {"cpu": 2**16, "accelerator": 2**23}
+SEGMENT = {"cpu": 2**18, "accelerator": 2**23}
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ STATES = ("master_weights", "moments", "projectors")
 GATHERED = 2**26
 #: Elements of what is not projected, and of weights that are rounded, that are worked on at once (optim/walks.py).
 SEGMENT = 2**23
-#: Bytes an element of a segment: its gradient, moments and weight in fp32, and what quantising or rounding takes.
-SEGMENT_BYTES = 40
+#: Bytes an element of a segment: two copies of its gradient in fp32; then its moments, where they are decoded and quantised,
+#: or its weight, where that is rounded.
+GRADIENT, QUANTISED, ROUNDED = 8, 14, 12
 #: Blocks of ``max(m, n) x r`` numbers that each matrix that is refreshed has, and that one at a time is worked on with.
 BASES, WORK = 2, 4
 
@@ -192,15 +193,16 @@ def _own(job: Job, groups: Sequence[Sequence[ParameterPlan]], ranks: int, segmen
     def one(plan: ParameterPlan) -> int:
         """Of a matrix that is updated: its moments, or its weights."""
         moments = 0 if kept.projected.name == "fp32" else 3 * 4 * _rows(plan, ranks) * plan.rank
-        return max(moments, 0 if wide else 4 * part(plan) + SEGMENT_BYTES * min(segment, part(plan)))
+        return max(moments, 0 if wide else 4 * part(plan) + ROUNDED * min(segment, part(plan)))
 
     def refreshes(batch: Sequence[ParameterPlan]) -> int:
         copied = not wide or job.optimizer.lowered
         blocks = [4 * max(plan.columns, plan.numel // plan.columns) * plan.rank for plan in batch]
-        each = [(4 * part(plan) if copied else 0) + BASES * block for plan, block in zip(batch, blocks, strict=True)]
-        return sum(sorted(each)[-together:]) + WORK * max(blocks)
+        owns = [(4 * part(plan) if copied else 0) + BASES * block for plan, block in zip(batch, blocks, strict=True)]
+        return sum(sorted(owns)[-together:]) + WORK * max(blocks)
 
-    most = {"a_segment": SEGMENT_BYTES * min(segment, max(map(part, job.plans)))}
+    each = GRADIENT + max(0 if kept.unprojected.name == "fp32" else QUANTISED, 0 if wide else ROUNDED)
+    most = {"a_segment": each * min(segment, max(map(part, job.plans)))}
     for batch in (batch for group in groups for batch in _batches(group)):
         found = {"low_rank_gradients": 4 * sum(_rows(plan, ranks) * plan.rank for plan in batch)}
         if converted:

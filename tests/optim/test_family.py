@@ -15,6 +15,7 @@ from torch.nn import Parameter
 import ds_galore
 from ds_galore.optim import matrices
 from ds_galore.optim.formats import Dynamic
+from ds_galore.optim.walks import SEGMENT
 from ds_galore.tools.memory import plan_memory
 from tests import jobs
 
@@ -148,6 +149,29 @@ def test_8_bit_states_end_within_a_percent_of_fp32_states_after_300_steps():
     assert sum(each.numel() for each in moments if each.dtype == torch.uint8) > 0.98 * sum(
         each.numel() for each in moments
     )
+
+
+@pytest.mark.parametrize("kind", ["GaLoreAdamW", "GaLoreAdafactor", "APOLLOAdamW"])
+def test_16_bit_weights_are_rounded_alike_whatever_is_worked_on_at_once(monkeypatch, kind):
+    found = []
+    for segment in (2**18, 256):
+        monkeypatch.setitem(SEGMENT, "cpu", segment)
+        parameters = [Parameter(each.detach().bfloat16()) for each in weights()]
+        optimizer = getattr(ds_galore, kind)(
+            groups(parameters, GALORE), lr=1e-2, moment_dtype="bf16", stochastic_rounding=True, **EXTRA.get(kind, {})
+        )
+        before = [parameter.detach().clone() for parameter in parameters]
+        for grads in gradients(3):
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = grad.bfloat16()
+            optimizer.step()
+        assert not any(torch.equal(a, b) for a, b in zip(parameters, before, strict=True))
+        found.append(parameters)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+#: What is needed for bf16 moments to be there.
+EXTRA = {"GaLoreAdafactor": {"beta1": 0.9}}
 
 
 def test_a_step_with_8_bit_states_errs_by_the_quantisation_alone():

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ds_galore import ConfigError, check_deepspeed_config
+from ds_galore.monitoring.accounting import memory_by_kind
 from ds_galore.optim.arrivals import SKETCH, sketch_of
 from ds_galore.tools.memory import plan_memory
 from tests import jobs
@@ -293,6 +294,33 @@ def test_only_low_rank_gradients_are_kept_on_every_step_the_first_included(pool)
     for peak, projected, _, of_plan in pool.run(2, memory, False, 2):
         assert peak == projected
         assert of_plan == 1
+
+
+def masters(lowered: bool, extra: dict[str, Any]) -> tuple[bool, dict[str, dict[str, int]]]:
+    """Whether weights are their own masters after some steps, and the start-up table."""
+    engine = start(lowered, jobs.galore(**RANDOM), **extra)
+    before = [each.detach().clone() for each in engine.optimizer.fp16_partitioned_groups_flat]
+    jobs.train(engine, jobs.batches(3, BATCH))
+    zero, shared = engine.optimizer, set()
+    for weights, own, old in zip(
+        zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, before, strict=True
+    ):
+        shared.add(weights.data_ptr() == own.data_ptr())
+        assert not torch.equal(weights, old)
+    [found] = shared
+    table = memory_by_kind(engine, 2)
+    assert table is not None
+    return found, table
+
+
+@pytest.mark.parametrize(("extra", "width"), [({}, 4), (MASTERS, 2), (BF16, 4)])
+def test_weights_are_their_own_masters_where_both_have_one_dtype(pool, extra, width):
+    for lowered in (True, False):
+        for shared, table in pool.run(2, masters, lowered, extra):
+            assert shared is (lowered and extra is not BF16)
+            own, adamw = table["GaLoreAdamW"], table["AdamW"]
+            assert (own["master_weights"] == 0) is shared
+            assert adamw["master_weights"] == width * adamw["weights"] // (2 if extra else 4)
 
 
 # ---------------------------------------------------------------------- what is refused, and failures

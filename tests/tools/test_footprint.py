@@ -14,6 +14,7 @@ from ds_galore.cli import main
 from ds_galore.cli.described import job_of, settings_of
 from ds_galore.cli.proposing import _JOB_OPTIONS
 from ds_galore.errors import DataError
+from ds_galore.optim.walks import SEGMENT
 from ds_galore.tools.activations import Decoder, activations
 from ds_galore.tools.footprint import footprint
 from tests import jobs
@@ -135,7 +136,7 @@ def test_the_account_of_a_device_holds(pool, tmp_path, kind, ranks):
     settings = configuration(kind)
     options = {**dict.fromkeys(_JOB_OPTIONS), "world_size": ranks, "model_config": tmp_path}
     job = job_of(options, settings_of(settings))[0]
-    needs = footprint(settings, job, segment=2**16)
+    needs = footprint(settings, job, segment=SEGMENT["cpu"])
     decoder = Decoder.of(shape())
     assert decoder is not None
     width = 4 if "fp32" in kind else 2
