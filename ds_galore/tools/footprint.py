@@ -24,7 +24,7 @@ STATES = ("master_weights", "moments", "projectors")
 GATHERED = 2**26
 #: Elements of what is not projected, and of weights that are rounded, that are worked on at once (optim/walks.py).
 SEGMENT = 2**23
-#: Bytes an element of a segment: two copies of its gradient in fp32; then its moments, where they are decoded and quantised,
+#: Bytes an element of a segment: two copies of its gradient in fp32; then its moments, where they are quantised,
 #: or its weight, where that is rounded.
 GRADIENT, QUANTISED, ROUNDED = 8, 14, 12
 #: Blocks of ``max(m, n) x r`` numbers that each matrix that is refreshed has, and that one at a time is worked on with.
