@@ -12,7 +12,7 @@ WORKERS ?= 2
 DEEPSPEEDS ?= 0.18.9 0.17.6
 CONFIG ?= configs/zero3_galore.json
 
-.PHONY: train test lint typecheck docs unit compat crashtest fuzz bench bench-checkpoints quality clean
+.PHONY: train test lint typecheck docs unit compat crashtest fuzz bench bench-quick bench-checkpoints quality clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -60,11 +60,27 @@ fuzz: $(VENV)/.dev
 crashtest: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/checkpoint -m crashtest -q
 
-test: lint typecheck docs unit
+test: lint typecheck docs unit bench-quick
 
+# Beside others, in turns; docs/benchmarks.md is made of the results. A target that is missed does not stop the rest.
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/refresh.py
-	$(BIN)/python benchmarks/step.py
+	-$(BIN)/python benchmarks/refresh.py
+	-$(BIN)/python benchmarks/step.py
+	for ranks in 2 3 4; do \
+		PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deepspeed --num_accelerators $$ranks benchmarks/zero.py --shape 60m || exit 1; \
+		PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deepspeed --num_accelerators $$ranks benchmarks/zero.py --shape 1b --layers 1 --rounds 5 || exit 1; \
+	done
+	$(BIN)/python benchmarks/report.py
+
+# Whether they still run; nothing is judged, and nothing is kept.
+bench-quick: $(VENV)/.dev
+	$(BIN)/python benchmarks/refresh.py --quick
+	$(BIN)/python benchmarks/step.py --quick
+	$(BIN)/python benchmarks/gpu_check.py --quick --device cpu
+	for script in "zero.py" "checkpoints.py --row galore" "checkpoints.py --row stall" "lowrank_gradients.py"; do \
+		PATH="$(abspath $(BIN)):$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/build/extensions" \
+			$(BIN)/deepspeed --num_accelerators 2 benchmarks/$$script --quick || exit 1; \
+	done
 
 # About 45 minutes on two idle cores; what is finished is kept, and an interrupted table goes on.
 quality: $(VENV)/.dev

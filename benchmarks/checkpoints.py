@@ -28,6 +28,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,50 @@ class Run:
             self.engine.checkpoint_engine = ours
 
 
+def local_state(run: Run) -> dict[str, Any]:
+    """This rank's tensors under names of its own, as torch.distributed.checkpoint takes them."""
+    zero = run.engine.optimizer
+    found: dict[str, Any] = {
+        f"rank{run.rank}/weights/{index}": flat.detach() for index, flat in enumerate(zero.fp32_partitioned_groups_flat)
+    }
+
+    def collect(value: Any, name: str) -> None:
+        if isinstance(value, torch.Tensor):
+            found[name] = value
+        elif isinstance(value, dict):
+            for key, each in value.items():
+                collect(each, f"{name}/{key}")
+
+    for index, state in enumerate(zero.optimizer.state.values()):
+        collect(state, f"rank{run.rank}/state/{index}")
+    return found
+
+
+def dcp_writer(directory: Path, *, compressed: bool) -> Any:
+    """A writer of torch.distributed.checkpoint, with its ZStandard extension or without."""
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint._extension import ZStandard
+
+    return FileSystemWriter(directory, **({"_extensions": [ZStandard()]} if compressed else {}))
+
+
+def save_dcp(run: Run, directory: Path, *, compressed: bool = False) -> float:
+    """Save by torch.distributed.checkpoint; seconds until the call returns."""
+    import torch.distributed.checkpoint as dcp
+
+    begin = time.perf_counter()
+    dcp.save(local_state(run), storage_writer=dcp_writer(directory, compressed=compressed))
+    return time.perf_counter() - begin
+
+
+def compressed_files(directory: Path, level: int) -> int:
+    """Bytes that all files take after ``zstd`` of a level."""
+    import zstandard
+
+    compressor = zstandard.ZstdCompressor(level=level, threads=-1)
+    return sum(len(compressor.compress(path.read_bytes())) for path in directory.rglob("*") if path.is_file())
+
+
 def size_of(directory: Path, without: Path | None = None) -> int:
     """Bytes of all files, but for those that are links to files of another directory."""
     known = {path.stat().st_ino for path in without.rglob("*")} if without is not None else set()
@@ -127,8 +172,8 @@ def size_of(directory: Path, without: Path | None = None) -> int:
     return sum(each.st_size for each in files if each.st_ino not in known)
 
 
-def sizes(run: Run, row: str, output: Path, steps: int, gap: int) -> dict[str, Any]:
-    """Train, save, train, save; sizes in bytes."""
+def sizes(run: Run, row: str, output: Path, steps: int, gap: int, levels: list[int]) -> dict[str, Any]:
+    """Train, save, train, save; sizes in bytes, also of files compressed by ``zstd`` of some levels."""
     run.train(steps)
     run.save(output / "ours", "base")
     run.engine.checkpoint_engine.wait()
@@ -136,6 +181,8 @@ def sizes(run: Run, row: str, output: Path, steps: int, gap: int) -> dict[str, A
     run.save(output / "ours", "diff")
     run.engine.checkpoint_engine.wait()
     run.save_native(output / "native", "diff")
+    for name in ("dcp", "dcp zstd"):
+        save_dcp(run, output / name, compressed=name != "dcp")
     dist.barrier()
     if run.rank:
         return {}
@@ -143,6 +190,9 @@ def sizes(run: Run, row: str, output: Path, steps: int, gap: int) -> dict[str, A
     native = size_of(output / "native" / "diff")
     found: dict[str, Any] = {"row": row, "steps": steps, "gap": gap, "full": full, "difference": diff, "native": native}
     found["of_native"] = native / diff
+    found["others"] = {name: size_of(output / name) for name in ("dcp", "dcp zstd")}
+    for level in levels:
+        found["others"][f"native zstd -{level}"] = compressed_files(output / "native" / "diff", level)
     found["peak_host_bytes_of_rank_0"] = run.engine.checkpoint_engine.peak_host_bytes
     parts = by_part(output / "ours" / "diff")
     found["parts"] = parts
@@ -223,20 +273,60 @@ def _planes(codecs: Any, compressor: Any, reference: Any, now: Any, old: Any) ->
     return int(encoded.nbytes)
 
 
+Way = tuple[Callable[[str], Any], Callable[[Any], Any]]
+
+
+def ways_to_save(run: Run, output: Path) -> dict[str, Way]:
+    """By name, what begins a save under a tag, and what waits until all of it is on the disk."""
+    import torch.distributed.checkpoint as dcp
+
+    background = dist.new_group(backend="gloo")  # of its own: async_save talks while training does
+
+    def asynchronous(tag: str) -> Any:
+        return dcp.async_save(
+            local_state(run),
+            storage_writer=dcp_writer(output / "dcp async" / tag, compressed=False),
+            process_group=background,
+        )
+
+    return {
+        "ours": (lambda tag: run.save(output / "ours", tag), lambda _: run.engine.checkpoint_engine.wait()),
+        "native": (lambda tag: run.save_native(output / "native", tag), lambda _: os.sync()),
+        "dcp": (lambda tag: save_dcp(run, output / "dcp" / tag), lambda _: None),
+        "dcp async": (asynchronous, lambda future: future.result()),
+    }
+
+
+def _saved(way: Way, tag: str) -> tuple[float, float]:
+    """Seconds until a save returns, and until it is on the disk, on all ranks."""
+    begin, wait = way
+    dist.barrier()
+    start = time.perf_counter()
+    handle = begin(tag)
+    stood = time.perf_counter() - start
+    wait(handle)
+    dist.barrier()
+    return stood, time.perf_counter() - start
+
+
 def stall(run: Run, row: str, hidden: int, output: Path, repeats: int, pairs: int, steps: int) -> dict[str, Any]:
     """Time until a save returns, alternating with DeepSpeed's own; training speed with and without a save."""
     run.train(3)
-    ours, native = [], []
     run.save(output / "ours", "warm")
     run.engine.checkpoint_engine.wait()
+    ways = ways_to_save(run, output)
+    for way in list(ways)[1:]:
+        _saved(ways[way], "warm")
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for number in range(repeats):
         run.train(1)
-        ours.append(run.save(output / "ours", f"save-{number}"))
-        run.engine.checkpoint_engine.wait()
-        native.append(run.save_native(output / "native", f"save-{number}"))
-        dist.barrier()
+        for way in (*list(ways)[number % len(ways) :], *list(ways)[: number % len(ways)]):
+            times[way].append(_saved(ways[way], f"save-{number}"))
         if run.rank == 0:
-            shutil.rmtree(output / "native")
+            for way in list(ways)[1:]:
+                shutil.rmtree(output / way)
+        dist.barrier()
+    ours, native = ([stood for stood, _ in times[way]] for way in ("ours", "native"))
     without, during = [], []
     for number in range(pairs):
         for saves in (False, True) if number % 2 else (True, False):  # what drifts on the machine falls on both alike
@@ -252,6 +342,10 @@ def stall(run: Run, row: str, hidden: int, output: Path, repeats: int, pairs: in
     medians = statistics.median(ours), statistics.median(native)
     found: dict[str, Any] = {"row": row, "hidden": hidden, "ours_s": ours, "native_s": native, "medians_s": medians}
     found["ours_of_native"] = medians[0] / medians[1]
+    found["ways"] = {
+        way: {"stood": [stood for stood, _ in each], "durable": [durable for _, durable in each]}
+        for way, each in times.items()
+    }
     found["seconds_without"], found["seconds_with"] = without, during
     if during:
         found["speed_with_a_save"] = sum(without) / sum(during)
@@ -271,10 +365,15 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=4, help="blocks of --gap steps, with a save and without")
     parser.add_argument("--micro", type=int, default=2, help="samples a rank and step")
     parser.add_argument("--hidden", type=int, default=512, help="of the model, to see how times grow")
+    parser.add_argument("--levels", type=int, nargs="*", default=[3, 19], help="of zstd, on DeepSpeed's own files")
+    parser.add_argument("--quick", action="store_true", help="small and few, to see that it runs; judges nothing")
     parser.add_argument("--output", type=Path, default=Path("runs/bench-checkpoints"))
     parser.add_argument("--results", type=Path, help="append the JSON line here")
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.steps, arguments.gap, arguments.repeats, arguments.pairs, arguments.levels = 1, 1, 1, 0, [3]
+        arguments.micro, arguments.hidden = 1, 256
     import deepspeed
 
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -290,7 +389,7 @@ def main() -> None:
         pairs = arguments.pairs if arguments.row == "stall" else 0
         found = stall(run, arguments.row, arguments.hidden, output, arguments.repeats, pairs, arguments.gap)
     else:
-        found = sizes(run, arguments.row, output, arguments.steps, arguments.gap)
+        found = sizes(run, arguments.row, output, arguments.steps, arguments.gap, arguments.levels)
     if dist.get_rank() == 0:
         print(json.dumps(found, indent=1), flush=True)
         if arguments.results:

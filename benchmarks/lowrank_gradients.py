@@ -15,17 +15,16 @@ import json
 import statistics
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
+from common import ROOT, arguments, write
 
-ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("adamw", "full", "lowrank")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--model", default="llama_60m", help="a name in configs/models")
     parser.add_argument("--rank", type=int, default=128)
@@ -35,6 +34,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--accumulation", type=int, default=1)
     options = parser.parse_args()
+    if options.quick:
+        options.model, options.rank, options.steps, options.batch, options.length = "tiny", 64, 3, 1, 16
 
     import deepspeed
     import torch.distributed as dist
@@ -118,6 +119,7 @@ def main() -> None:
         sizes["total"] = sum(sizes.values())
     if dist.get_rank() == 0:
         print(json.dumps(found, indent=1))
+        write(f"lowrank-{options.model}-{options.accumulation}", options, found)
 
 
 def _kept(engine: Any) -> dict[str, int]:

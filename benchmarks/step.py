@@ -27,16 +27,16 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from common import ROOT, median_ratio, spread, take_turns, write
+from common import arguments as parser_with
 from torch import Tensor, nn
 
 import ds_galore
 
-ROOT = Path(__file__).resolve().parent.parent
 BETAS, EPS, LR = (0.9, 0.999), 1e-6, 1e-4
 NEVER = 10**9  # an update_proj_gap that no run here reaches
 OURS, PEER, FLOOR = "GaLoreAdamW", "galore-torch GaLoreAdamW", "floor"
@@ -147,6 +147,15 @@ class Workload:
             optimizer.state[parameter].update(step=1, projector=projector)
         return optimizer
 
+    def apollo(self) -> torch.optim.Optimizer:
+        """apollo-torch's, which draws its bases when it begins, and raises for other sides than ``std``."""
+        from apollo_torch import APOLLOAdamW
+
+        settings = {"proj": "random", "scale_type": "channel", "scale": 1.0, "proj_type": "std"}
+        group = {"params": self.parameters(), "rank": self.rank, "update_proj_gap": NEVER, **settings}
+        optimizer: torch.optim.Optimizer = APOLLOAdamW([group], lr=LR)
+        return optimizer
+
     def floor(self, bases: list[Tensor]) -> Callable[[], None]:
         """The bare arithmetic of a step."""
         weights = [weight.clone() for weight in self.weights]
@@ -169,20 +178,6 @@ def random_bases(work: Workload) -> list[Tensor]:
     return [torch.linalg.qr(torch.randn(grad.shape[1], work.rank))[0] for grad in work.grads]
 
 
-def take_turns(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each in each round; who begins rotates."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
-    for number in range(-1, rounds):  # a round to warm up
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            begin = CLOCK[0]()
-            steps[name]()
-            if number >= 0:
-                times[name].append(CLOCK[0]() - begin)
-    return times
-
-
 def between_refreshes(work: Workload, rules: list[str], rounds: int) -> dict[str, Any]:
     """Table rows of everything that takes turns."""
     bases = random_bases(work)
@@ -193,28 +188,24 @@ def between_refreshes(work: Workload, rules: list[str], rounds: int) -> dict[str
             optimizer.step()  # finds the bases
             steps[name] = optimizer.step
     steps[PEER] = work.peer(bases).step
+    apollo = work.apollo()
+    apollo.step()  # draws its bases
+    steps["apollo-torch APOLLOAdamW"] = apollo.step
     steps["torch AdamW"] = torch.optim.AdamW(work.parameters(), lr=LR, betas=BETAS, eps=EPS).step
     with torch.no_grad():
-        times = take_turns(steps, rounds)
+        times = take_turns(steps, rounds, CLOCK[0])
     rows = {}
     for name, taken in times.items():
         rows[name] = {
-            "seconds": statistics.median(taken),
-            "least": min(taken),
-            "greatest": max(taken),
-            **{key: ratio(taken, times[other]) for key, other in (("of_floor", FLOOR), ("of_peer", PEER))},
+            **spread(taken),
+            **{key: median_ratio(taken, times[other]) for key, other in (("of_floor", FLOOR), ("of_peer", PEER))},
         }
-        spread = f"({1e3 * min(taken):.1f}, {1e3 * max(taken):.1f})"
+        between = f"({1e3 * min(taken):.1f}, {1e3 * max(taken):.1f})"
         print(
-            f"{name:30} {1e3 * rows[name]['seconds']:7.1f} ms {spread:18}  {rows[name]['of_floor']:5.2f} of the floor"
+            f"{name:30} {1e3 * rows[name]['seconds']:7.1f} ms {between:18}  {rows[name]['of_floor']:5.2f} of the floor"
             f"  {rows[name]['of_peer']:5.2f} of galore-torch's"
         )
     return rows
-
-
-def ratio(taken: list[float], others: list[float]) -> float:
-    """The median of the ratios within a round."""
-    return statistics.median(one / other for one, other in zip(taken, others, strict=True))
 
 
 def refreshes(work: Workload, gap: int, gaps: int, peer_seconds: float) -> dict[str, float]:
@@ -331,7 +322,7 @@ def missed(name: str, found: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     """Run, print tables, and fail if a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_with(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES), metavar="NAME")
     parser.add_argument("--rounds", type=int, help="turns of each optimizer (default 21 for 60m, 9 for 1b)")
@@ -341,8 +332,10 @@ def main() -> int:
     parser.add_argument("--threads", type=int, help="torch's threads")
     parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds of one thread instead")
     parser.add_argument("--profile", action="store_true", help="profile a step instead")
-    parser.add_argument("--output", type=Path, help="also write the results as JSON")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.shapes, arguments.rounds, arguments.gaps, arguments.samples = ["60m"], 1, 1, [1]
+        SHAPES["60m"] = replace(SHAPES["60m"], layers=1)
     sys.stdout.reconfigure(line_buffering=True)
     if arguments.cpu_time:
         arguments.threads, CLOCK[0] = 1, time.process_time
@@ -356,10 +349,11 @@ def main() -> int:
         f" {platform.processor() or platform.machine()}"
     )
     results = {name: run(name, arguments) for name in arguments.shapes}
-    if arguments.output:
-        arguments.output.write_text(json.dumps(results, indent=2) + "\n")
+    write("step", arguments, results)
     failures = [line for name, found in results.items() for line in missed(name, found)]
     limits = ", ".join(f"{key} <= {limit}" for key, limit in TARGETS.items())
+    if arguments.quick:
+        return 0
     if not arguments.profile:
         print(f"\ntargets ({limits}): " + ("; ".join(["MISSED", *failures]) if failures else "met"))
     return 1 if failures else 0
