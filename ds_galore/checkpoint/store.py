@@ -424,13 +424,12 @@ class CheckpointStore:
         doomed = self.directory / f"{_REMOVED}{tag}"
         self._hook("removing")
         if self.path(tag).exists():
-            if doomed.exists():
-                shutil.rmtree(doomed)
-            self.path(tag).rename(doomed)
+            _delete(doomed)
+            with contextlib.suppress(FileNotFoundError):  # another node that sees this directory was faster
+                self.path(tag).rename(doomed)
             sync_directory(self.directory)
         self._hook("renamed")
-        if doomed.exists():
-            shutil.rmtree(doomed)
+        _delete(doomed)
 
     @staticmethod
     def _is_unfinished(path: Path) -> bool:
@@ -458,7 +457,7 @@ class CheckpointStore:
             raise ConfigError(f"keep_last is {keep_last}: at least one checkpoint has to stay")
         if self.directory.is_dir():
             for path in self.directory.glob(f"{_REMOVED}*"):
-                shutil.rmtree(path)
+                _delete(path)
             for path in self.directory.iterdir():
                 if path.name[0] != "." and path.name != self.latest() and self._is_unfinished(path):
                     self.remove(path.name)
@@ -466,12 +465,21 @@ class CheckpointStore:
         for tag in self.tags()[:-keep_last]:
             try:
                 stays = tag == self.latest() or keep(Manifest.read(self.path(tag)))
+            except NotCommittedError:
+                continue  # another node that sees this directory has removed it meanwhile
             except (DamageError, FormatError):
                 stays = True  # a damaged one is a matter for people
             if not stays:
                 self.remove(tag)
                 removed.append(tag)
         return removed
+
+
+def _delete(path: Path) -> None:
+    """Delete a directory, of which another node that sees it may be deleting files too."""
+    while path.exists():
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(path)
 
 
 def _encoded(shard: Shard, compressor: Compressor) -> tuple[Encoded, Bits]:

@@ -172,6 +172,23 @@ def test_retention_keeps_the_newest_and_what_it_is_told_to(store):
         store.retain(keep_last=0)
 
 
+def test_what_another_node_removes_meanwhile_is_no_error(store):
+    for step in range(1, 7):
+        save(store, step)
+    other = CheckpointStore(store.directory)
+    seen: list[int] = []
+
+    def keep(manifest: Manifest) -> bool:
+        seen.append(manifest.metadata["step"])
+        if len(seen) == 1:  # all of the other's work falls between the list of tags and the first decision
+            other.retain(keep_last=2)
+        return False
+
+    assert store.retain(keep_last=2, keep=keep) == ["step-1"]
+    assert seen == [1]
+    assert store.tags() == ["step-5", "step-6"]
+
+
 # ---------------------------------------------------------------------- crashes
 
 POINTS = ["encoded", "linked", "written", "committing", "committed", "latest", "swept", "removing", "renamed"]

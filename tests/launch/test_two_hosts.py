@@ -6,6 +6,7 @@ share the disk.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -31,14 +32,19 @@ def ip(*words: str) -> str:
 
 
 def pids(host: str) -> list[int]:
+    for _ in range(20):
+        with contextlib.suppress(subprocess.CalledProcessError):  # a process ended while they were listed
+            return [int(each) for each in ip("netns", "pids", host).split()]
+        time.sleep(0.1)
     return [int(each) for each in ip("netns", "pids", host).split()]
 
 
 def kill(host: str) -> None:
     """All that runs on a host, at once."""
-    while pids(host):
-        for each in pids(host):
-            os.kill(each, signal.SIGKILL)
+    while found := pids(host):
+        for each in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
         time.sleep(0.1)
 
 

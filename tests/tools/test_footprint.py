@@ -174,13 +174,13 @@ def test_seven_billion_parameters_fit_one_card_of_24_gigabytes():
     device = found["device"]
     assert device["weights"] == 2 * numel
     assert device["master_weights"] == 0
-    together = 2 * (4096 * 11008 - 1024 * 4096)  # 224 matrices, 200 steps: two, the largest
+    together = 4096 * 11008 - 1024 * 4096  # 224 matrices, 500 steps: one, the largest
     assert device["gradients"] == 2 * (others + low + together)
     assert device["reduction_bucket"] == 2 * 20_000_000
     assert "gathered_weights" not in device
     assert "start" not in found["phases"]
     assert found["peak"] == sum(device.values()) + max(sum(kinds.values()) for kinds in found["phases"].values())
-    assert 22.0e9 < found["peak"] < 23.0e9
+    assert 22.0e9 < found["peak"] < 22.3e9
 
 
 def test_what_the_account_needs_is_asked_for():
