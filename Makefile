@@ -60,7 +60,7 @@ fuzz: $(VENV)/.dev
 crashtest: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/checkpoint -m crashtest -q
 
-test: lint typecheck docs unit bench-quick
+test: lint typecheck docs unit
 
 # Beside others, in turns; docs/benchmarks.md is made of the results. A target that is missed does not stop the rest.
 bench: $(VENV)/.dev

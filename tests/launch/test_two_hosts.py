@@ -7,6 +7,7 @@ share the disk.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -49,7 +50,14 @@ def kill(host: str) -> None:
 
 
 @pytest.fixture
-def hosts() -> Iterator[None]:
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Two network namespaces, of whose names there is one pair: workers of pytest-xdist take turns."""
+    with (tmp_path_factory.getbasetemp().parent / "hosts.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield from _hosts()
+
+
+def _hosts() -> Iterator[None]:
     remove()
     for host in HOSTS:
         ip("netns", "add", host)
