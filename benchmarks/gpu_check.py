@@ -1,10 +1,10 @@
-"""The core of the benchmarks on one GPU, in minutes: kernels timed by events, nothing needed but torch.
+"""The core of the benchmarks on one GPU, in minutes: kernels timed by events, without a DeepSpeed job.
 
     python benchmarks/gpu_check.py [--output gpu.json]
     python benchmarks/gpu_check.py --quick --device cpu     # to see that it runs
 
-Needs torch, numpy and zstandard, and this package's sources; no network, no DeepSpeed job. Where they are installed,
-galore-torch takes part. It measures
+Needs torch, numpy, zstandard and pydantic, and this package's sources; neither DeepSpeed nor transformers, and no
+network. galore-torch takes part where it is installed. It measures
 
 - a step amortised over a refresh gap, on the matrices of a layer of the 1B size: the floor (bare arithmetic), ours,
   galore-torch, torch's AdamW (fused);

@@ -129,7 +129,7 @@ def _found(options: dict[str, Any]) -> dict[str, Any]:
 
     job, schedule = job_of(options, settings_from(options["path"]))
     found = asdict(estimated(job, schedule))
-    found["device"] = _device(options, job)
+    found["device"] = _device(options, job, found["assumptions"])
     plain = [ParameterPlan(plan.name, plan.numel) for plan in job.plans]
     adamw = replace(job, optimizer=OPTIMIZERS["adamw"], plans=plain, scale=1.0, parameters=None)
     if job.parameters is not None:
@@ -146,7 +146,7 @@ def _found(options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _device(options: dict[str, Any], job: Any) -> dict[str, Any] | None:
+def _device(options: dict[str, Any], job: Any, assumptions: list[str]) -> dict[str, Any] | None:
     """The account of a rank's device, by DeepSpeed's buffers in a configuration; None without one."""
     for name in ("sequence_length", "activation_checkpointing"):
         if options[name] is not None and (options["path"] is None or options["model_config"] is None):
@@ -160,7 +160,7 @@ def _device(options: dict[str, Any], job: Any) -> dict[str, Any] | None:
 
     config = load_config(options["path"])
     needs = footprint(config, job)
-    activations = _activations(options, config, job)
+    activations = _activations(options, config, job, assumptions)
     phases = {**needs.phases, "backward": {**activations, **needs.phases["backward"]}}
     return {
         "device": needs.device,
@@ -171,7 +171,7 @@ def _device(options: dict[str, Any], job: Any) -> dict[str, Any] | None:
     }
 
 
-def _activations(options: dict[str, Any], config: Any, job: Any) -> dict[str, int]:
+def _activations(options: dict[str, Any], config: Any, job: Any, assumptions: list[str]) -> dict[str, int]:
     if options["sequence_length"] is None:
         return {}
     from ds_galore.cli.described import decoder_of
@@ -179,7 +179,10 @@ def _activations(options: dict[str, Any], config: Any, job: Any) -> dict[str, in
     from ds_galore.tools.estimate import BYTES
 
     micro = config.get("train_micro_batch_size_per_gpu")
-    tokens = options["sequence_length"] * (micro if isinstance(micro, int) else 1)
+    if not isinstance(micro, int):
+        micro = 1
+        assumptions.append("one sequence a micro-batch: train_micro_batch_size_per_gpu does not say how many")
+    tokens = options["sequence_length"] * micro
     anew = bool(options["activation_checkpointing"])
     return activations(decoder_of(options["model_config"]), tokens, BYTES[job.precision], checkpointing=anew)
 

@@ -43,7 +43,7 @@ class FlatGradients:
 
     def plain(self, plain: Plain, segment: Segment) -> Tensor:
         """Of a parameter that is not projected: a view."""
-        return plain.narrow(self._flat)[segment[0] : segment[1]]
+        return plain.narrow(self._flat)[segment]
 
     def whole(self, matrix: Matrix) -> Tensor:
         """Of a matrix: a view."""
@@ -74,7 +74,7 @@ class ArrivedGradients:
 
     def plain(self, plain: Plain, segment: Segment) -> Tensor:
         """Of a parameter that is not projected: a copy."""
-        return self._scaled(self.pieces[plain.name][: plain.numel][segment[0] : segment[1]])
+        return self._scaled(self.pieces[plain.name][: plain.numel][segment])
 
     def whole(self, matrix: Matrix) -> Tensor:
         """Of a matrix that is due: a copy."""

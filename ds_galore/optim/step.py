@@ -175,13 +175,13 @@ class FlatStep:
     def _apply_plain(self, plain: Plain, update: Update) -> None:
         weights, step = plain.narrow(self._tensor), self._state_of(plain.name)["step"]
         for segment in plain.segments(self._tensor.device):
-            weight = weights[segment[0] : segment[1]]
+            weight = weights[segment]
             wide = weight.to(self._compute)
             if update.beta != 1.0:
                 wide.mul_(update.beta)
             if update.pieces is not None:
                 wide.add_(update.pieces(segment), alpha=update.alpha)
-            self._store(weight, wide, plain.number, plain.start + segment[0], step)
+            self._store(weight, wide, plain.number, plain.start + segment.start, step)
 
     def _walk_plain(self, plain: Plain, slots: list[Slot]) -> Any:
         def part(segment: Segment) -> Tensor:
@@ -192,7 +192,6 @@ class FlatStep:
             group=self._group,
             slots=slots_by_key(slots),
             weight=partial(plain.narrow, self._tensor),
-            grad=lambda: part((0, plain.numel)),
             seed=self.parameters.seed,
             plain=plain,
             part=part,

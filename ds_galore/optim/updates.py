@@ -276,11 +276,11 @@ class Adafactor(Rule):
         if self.parameters.beta1 is not None:
             exp_avg = step.read("exp_avg")
             flat = exp_avg.view(-1).lerp_(update, 1.0 - self.parameters.beta1)
-            [largest] = yield from self._largest(step, 1, lambda segment: [flat[segment[0] : segment[1]]])
+            [largest] = yield from self._largest(step, 1, lambda segment: [flat[segment]])
             step.write("exp_avg", exp_avg, largest=largest)
             update = flat
         beta = 1.0 - rate * group["weight_decay"]
-        return Update(None, -1.0, beta, pieces=lambda segment: update[segment[0] : segment[1]])
+        return Update(None, -1.0, beta, pieces=lambda segment: update[segment])
 
     def carry(self, step: ProjectedStep, transition: Tensor) -> None:
         column = step.read("exp_avg_sq_col") @ transition.square()

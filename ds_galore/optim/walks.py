@@ -49,8 +49,8 @@ __all__ = [
 ]
 
 Walk = Generator[Tensor, Tensor, "Update"]
-#: The first and the last but one of a run of this rank's elements of a parameter.
-Segment = tuple[int, int]
+#: A run of this rank's elements of a parameter; both ends are given.
+Segment = slice
 #: Elements of a segment: on a CPU what stays in a cache, on an accelerator few kernels and 200 MB of temporary copies.
 SEGMENT = {"cpu": 2**18, "accelerator": 2**23}
 
@@ -143,7 +143,7 @@ class Plain:
         size = segment_size(device)
         cuts = range(self.start - self.start % BLOCK + size, self.start + self.numel, size)
         ends = [0, *(cut - self.start for cut in cuts), self.numel]
-        return [each for each in itertools.pairwise(ends) if each[0] < each[1]]
+        return [slice(first, stop) for first, stop in itertools.pairwise(ends) if first < stop]
 
 
 @dataclass
@@ -180,7 +180,6 @@ class AnyStep:
     group: Mapping[str, Any]
     slots: Mapping[str, Slot]
     weight: Callable[[], Tensor]
-    grad: Callable[[], Tensor]
     seed: int
 
     def noise(self, number: int, key: str) -> int:
@@ -198,16 +197,17 @@ class ProjectedStep(AnyStep):
         Its state, its parameter group, and what the rule keeps.
     weight
         Gives this rank's elements, ``(numel,)``.
-    grad
-        Gives this rank's elements of the gradient in the dtype that is computed in.
     seed
         Of stochastic rounding.
+    grad
+        Gives this rank's elements of the gradient in the dtype that is computed in.
     side, matrix
         What it is.
     low_rank
         ``R``, whole on the rows of the moments, ``(rows, r)``; may be overwritten.
     """
 
+    grad: Callable[[], Tensor]
     side: Side
     matrix: Matrix
     low_rank: Tensor
@@ -260,7 +260,11 @@ class PlainStep(AnyStep):
     @property
     def whole(self) -> Segment:
         """All elements that this rank holds."""
-        return 0, self.plain.numel
+        return slice(0, self.plain.numel)
+
+    def grad(self) -> Tensor:
+        """All of :attr:`part`."""
+        return self.part(self.whole)
 
     def read(self, key: str, segment: Segment | None = None) -> Tensor:
         """A slot's numbers in the dtype that is computed in; where it is stored as such, the state's own tensor.
@@ -274,7 +278,7 @@ class PlainStep(AnyStep):
         slot = self.slots[key]
         stored: Tensor = self.state[key]
         if segment is not None:
-            stored = stored.view(-1)[segment[0] : segment[1]]
+            stored = stored.view(-1)[segment]
         if not isinstance(slot.format, Dynamic):
             return slot.format.decode({"": stored}, stored.shape[-1] if stored.dim() else 1, self.like.dtype)
         if not stored.numel():
@@ -297,11 +301,11 @@ class PlainStep(AnyStep):
         """
         format_, stored = self.slots[key].format, self.state[key]
         if segment is not None:
-            stored = stored.view(-1)[segment[0] : segment[1]]
+            stored = stored.view(-1)[segment]
         if not stored.numel() or stored.data_ptr() == numbers.data_ptr():
             return
         if not isinstance(format_, Dynamic):
-            start = self.plain.start + (segment[0] if segment is not None else 0)
+            start = self.plain.start + (segment.start if segment is not None else 0)
             noise = self.noise(self.plain.number, key)
             stored.copy_(format_.encode(numbers.reshape(-1, 1), noise, start)[""].view(stored.shape))
             return
@@ -319,7 +323,7 @@ class PlainStep(AnyStep):
 
     def _blocks(self, segment: Segment) -> tuple[int, int, slice]:
         """Of the blocks of a segment: elements of the first and the last that are not in it, and their rows."""
-        begin, end = (self.plain.start + each for each in segment)
+        begin, end = (self.plain.start + each for each in (segment.start, segment.stop))
         first_block = self.plain.start // BLOCK
         return begin % BLOCK, -end % BLOCK, slice(begin // BLOCK - first_block, -(-end // BLOCK) - first_block)
 
@@ -330,7 +334,7 @@ class PlainStep(AnyStep):
             return {}
         first, last = start // BLOCK, (start + numel - 1) // BLOCK
         return {
-            block - first: (max(block * BLOCK - start, 0), min((block + 1) * BLOCK - start, numel))
+            block - first: slice(max(block * BLOCK - start, 0), min((block + 1) * BLOCK - start, numel))
             for block in (first, last)
         }
 

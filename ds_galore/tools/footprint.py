@@ -9,11 +9,13 @@ nor DeepSpeed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ds_galore.config import section
+from ds_galore.errors import ConfigError
 from ds_galore.tools.estimate import BYTES, Job, estimate
 from ds_galore.tools.memory import ParameterPlan
 
@@ -82,6 +84,11 @@ def footprint(config: Mapping[str, Any], job: Job, *, segment: int = SEGMENT) ->
         The same for the planner.
     segment
         Elements that are worked on at once; on a CPU they are fewer.
+
+    Raises
+    ------
+    ConfigError
+        If one of DeepSpeed's sizes is none.
     """
     memory, zero, stage = estimate(job).memory_per_rank, section(config, "zero_optimization"), job.stage
     ranks = job.world_size if job.stage else 1
@@ -103,20 +110,49 @@ def footprint(config: Mapping[str, Any], job: Job, *, segment: int = SEGMENT) ->
     return Footprint(device, host, phases, snapshot)
 
 
+#: DeepSpeed's defaults, in elements; and of those that may be "auto" what the Trainer and accelerate put there, in
+#: squares of the model's width.
+_SIZES = {
+    "reduce_bucket_size": (500_000_000, 1.0),
+    "stage3_prefetch_bucket_size": (50_000_000, 0.9),
+    "stage3_max_live_parameters": (1_000_000_000, None),
+    "sub_group_size": (1_000_000_000, None),
+}
+
+
+def _size(job: Job, zero: Mapping[str, Any], key: str) -> int:
+    """One of DeepSpeed's sizes, in elements.
+
+    Raises
+    ------
+    ConfigError
+        If it is none.
+    """
+    default, squares = _SIZES[key]
+    value = zero.get(key, default)
+    widths = Counter(plan.columns for plan in job.plans if plan.columns)
+    if value == "auto" and squares is not None:
+        return int(squares * widths.most_common(1)[0][0] ** 2) if widths else default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        allowed = "a number of elements" + (', or "auto"' if squares is not None else "")
+        raise ConfigError(f"zero_optimization.{key} is {value!r}: it must be {allowed}")
+    return int(value)
+
+
 def _buffers(job: Job, zero: Mapping[str, Any], *, offloaded: bool, streamed: bool) -> dict[str, int]:
     """DeepSpeed's buffers of gradients on their way, and at stage 3 the weights that are gathered at once."""
     if not job.stage:
         return {}
     width = BYTES[job.precision]
     largest = round(max(plan.numel for plan in job.plans) * job.scale)
-    bucket = int(zero.get("reduce_bucket_size", 500_000_000)) * width  # allocated whole, whatever the model's size
+    bucket = _size(job, zero, "reduce_bucket_size") * width  # allocated whole, whatever the model's size
     if job.stage < 3:
         buffers = bucket * (2 if zero.get("overlap_comm") else 1) + (largest * width if offloaded else 0)
         return {"reduction_bucket": buffers}
     found = {"reduction_bucket": bucket}
     if job.world_size > 1 or streamed:  # else weights are used where they are
-        live = int(zero.get("stage3_max_live_parameters", 1_000_000_000))
-        gathered = max(live, largest) + int(zero.get("stage3_prefetch_bucket_size", 50_000_000))
+        live = _size(job, zero, "stage3_max_live_parameters")
+        gathered = max(live, largest) + _size(job, zero, "stage3_prefetch_bucket_size")
         found["gathered_weights"] = min(gathered, job.numel) * width
     return found
 
@@ -130,7 +166,7 @@ def _backward(job: Job, zero: Mapping[str, Any]) -> dict[str, int]:
     if not job.stage:
         return {}
     width, ranks = BYTES[job.precision], job.world_size
-    bucket = int(zero.get("reduce_bucket_size", 500_000_000))
+    bucket = _size(job, zero, "reduce_bucket_size")
     largest, matrix = (round(each * job.scale) for each in (_largest(job.plans), _largest(_projected(job))))
     found = {"gradients_on_their_way": (max(largest, 2 * matrix) + min(bucket, job.numel)) * width}
     if job.optimizer.lowered:
@@ -162,9 +198,9 @@ def _step(
         numbers = segment if job.optimizer.lowered else round(_largest(job.plans) * job.scale)
         found["norm"] = {"a_gradient_in_fp64": 8 * -(-numbers // ranks)}
     update: dict[str, int] = {}
-    size = part
+    size: float = part
     if job.stage == 3:
-        size = int(section(config, "zero_optimization").get("sub_group_size", 1_000_000_000))
+        size = _size(job, section(config, "zero_optimization"), "sub_group_size") / job.scale
     groups = list(_sub_groups(job, size, ranks))
     if job.stage and not job.optimizer.lowered:
         most = round(max(sum(-(-plan.numel // ranks) for plan in group) for group in groups) * job.scale)
@@ -229,7 +265,7 @@ def _batches(group: Sequence[ParameterPlan]) -> Iterator[list[ParameterPlan]]:
             yield pending
 
 
-def _sub_groups(job: Job, size: int, ranks: int) -> Iterator[list[ParameterPlan]]:
+def _sub_groups(job: Job, size: float, ranks: int) -> Iterator[list[ParameterPlan]]:
     """The parameters that DeepSpeed steps together."""
     pending: list[ParameterPlan] = []
     numel = 0

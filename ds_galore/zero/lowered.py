@@ -129,12 +129,15 @@ class LoweredStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
 
         Of the others the extremes stand for all: DeepSpeed's search takes one and a half times their memory.
         """
-        for window in self._windows.values():
-            self.inf_or_nan_tracker.logical_or_(~torch.isfinite(window.squares()))
         others = self.grad_partitions_flat_buffer
         try:
-            if others.numel():
-                self.grad_partitions_flat_buffer = torch.stack(torch.aminmax(others))  # NaN is both
+            with get_accelerator().stream(
+                self.reduce_and_partition_stream
+            ):  # where gradients arrive, and super() looks
+                for window in self._windows.values():
+                    self.inf_or_nan_tracker.logical_or_(~torch.isfinite(window.squares()))
+                if others.numel():
+                    self.grad_partitions_flat_buffer = torch.stack(torch.aminmax(others))  # NaN is both
             return bool(super().has_overflow(partition_gradients))
         finally:
             self.grad_partitions_flat_buffer = others

@@ -54,7 +54,7 @@ def ranks_of(job: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def until(directory: Path, step: int, job: subprocess.Popen[str]) -> None:
     """Return when a run has taken a step."""
-    deadline = time.monotonic() + 420  # machines that run tests side by side are slow, and some pause
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline and job.poll() is None:
         with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
             if any(number >= step for number, _ in losses(directory)):

@@ -203,6 +203,30 @@ def test_what_the_account_needs_is_asked_for():
     assert Decoder.of(object()) is None
 
 
+def changed(tmp_path: Path, **zero: Any) -> tuple[str, ...]:
+    """Options for the configuration for 7B with other sizes of DeepSpeed's buffers."""
+    config = json.loads((ROOT / "configs" / "zero3_galore_7b_24gb.json").read_text())
+    config["zero_optimization"].update(zero)
+    config["train_micro_batch_size_per_gpu"] = "auto"
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    return ("estimate", "--config", str(tmp_path / "ds.json"))
+
+
+def test_sizes_may_be_auto_and_what_is_no_size_is_named(tmp_path):
+    model = ("--model-config", str(ROOT / "configs" / "models" / "llama_7b.json"), "--world-size", "2", "--json")
+    automatic = {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
+    asked = [*changed(tmp_path, **automatic), *model, "--sequence-length", "8"]
+    found = json.loads(CliRunner().invoke(main, asked).output)
+    # As HfTrainerDeepSpeedConfig.trainer_config_finalize of transformers 5.24 fills them.
+    assert found["device"]["device"]["reduction_bucket"] == 2 * 4096**2
+    assert found["device"]["device"]["gathered_weights"] == 2 * (200_000_000 + int(0.9 * 4096**2))
+    assert any("one sequence a micro-batch" in each for each in found["assumptions"])
+    for key, value in (("sub_group_size", "auto"), ("reduce_bucket_size", "many"), ("stage3_max_live_parameters", -1)):
+        result = CliRunner().invoke(main, [*changed(tmp_path, **{key: value}), *model])
+        assert result.exit_code == 2
+        assert f"zero_optimization.{key} is {value!r}: it must be a number of elements" in result.output
+
+
 def test_a_model_that_is_no_decoder_is_named(tmp_path):
     from transformers import BloomConfig
 
