@@ -3,7 +3,7 @@
     python benchmarks/gpu_check.py [--output gpu.json]
     python benchmarks/gpu_check.py --quick --device cpu     # to see that it runs
 
-Needs torch, numpy, zstandard and pydantic, and this package's sources; neither DeepSpeed nor transformers, and no
+Needs torch, numpy and pydantic, and this package's sources; neither DeepSpeed nor transformers, and no
 network. galore-torch takes part where it is installed. It measures
 
 - a step amortised over a refresh gap, on the matrices of a layer of the 1B size: the floor (bare arithmetic), ours,

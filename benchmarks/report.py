@@ -29,6 +29,7 @@ def main() -> int:
 
 
 def _page(found: dict[str, Any]) -> Iterator[str]:
+    yield from ("---", "orphan: true", "---", "")  # until the page is published with the others
     yield "# Benchmarks beside others"
     yield ""
     yield "Made by `make bench` (`benchmarks/report.py`) out of what the benchmarks measured; ratios are medians of the"
