@@ -78,7 +78,7 @@ def _step(found: dict[str, Any]) -> Iterator[str]:
     yield "fp32; milliseconds, medians with the least and the greatest. The floor is the bare arithmetic of a step of"
     yield "GaLore in plain torch."
     yield ""
-    shapes = found["step"]["found"]
+    shapes = found["step"]["found"]["shapes"]
     for name, each in shapes.items():
         yield f"Shapes of {name}:"
         yield ""

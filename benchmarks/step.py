@@ -13,6 +13,8 @@ process:
   step's time is its median over the gaps. What the steps with a refresh take more is then spread over ``--gap`` steps.
   galore-torch takes the SVDs of all matrices in one step; each shape's is timed once.
 - *share*: forward and backward of one layer, and the optimizer's step on it.
+- *unprojected*: an embedding of 32000 x 512, which is updated in segments that stay in a cache, against one pass over
+  all of it, and torch's AdamW.
 
 Where other programs keep the cores busy, threads wait for each other: ``--cpu-time`` tells more there.
 """
@@ -36,6 +38,7 @@ from common import arguments as parser_with
 from torch import Tensor, nn
 
 import ds_galore
+from ds_galore.optim.walks import SEGMENT
 
 BETAS, EPS, LR = (0.9, 0.999), 1e-6, 1e-4
 NEVER = 10**9  # an update_proj_gap that no run here reaches
@@ -263,6 +266,45 @@ def svd_seconds(work: Workload) -> float:
     return sum(seconds[grad.shape] for grad in work.grads)
 
 
+def unprojected(rounds: int, rows: int) -> dict[str, Any]:
+    """What takes turns on an embedding that is not projected."""
+    grad = torch.randn(rows, 512)
+
+    def parameter() -> nn.Parameter:
+        found = nn.Parameter(torch.zeros_like(grad))
+        found.grad = grad
+        return found
+
+    def ours(segment: int, dtype: str) -> Callable[[], object]:
+        matrix = nn.Parameter(torch.zeros(8, 8))  # without a gradient; an optimizer that projects nothing is refused
+        groups = [{"params": [matrix], "rank": 2}, {"params": [parameter()]}]
+        optimizer = ds_galore.GaLoreAdamW(groups, lr=LR, moment_dtype=dtype)
+
+        def step() -> None:
+            usual, SEGMENT["cpu"] = SEGMENT["cpu"], segment
+            try:
+                optimizer.step()
+            finally:
+                SEGMENT["cpu"] = usual
+
+        return step
+
+    works: dict[str, Callable[[], object]] = {
+        f"{dtype} moments, {how}": ours(size, dtype)
+        for dtype in ("fp32", "8bit")
+        for how, size in (("segments", SEGMENT["cpu"]), ("one pass", 2**30))
+    }
+    works["torch AdamW"] = torch.optim.AdamW([parameter()], lr=LR).step
+    times = take_turns(works, rounds, CLOCK[0])
+    rows_ = {
+        name: {**spread(taken), "of_torch": median_ratio(taken, times["torch AdamW"])} for name, taken in times.items()
+    }
+    print(f"\nan embedding of {rows} x 512, not projected")
+    for name, row in rows_.items():
+        print(f"{name:30} {1e3 * row['seconds']:7.1f} ms  {row['of_torch']:5.2f} of torch's AdamW")
+    return rows_
+
+
 def profile(work: Workload, steps: int = 5) -> None:
     """Print which operations a step of ours consists of, and those of the floor."""
     optimizer = work.ours(*RULES[OURS], gap=NEVER)
@@ -349,7 +391,9 @@ def main() -> int:
         f" {platform.processor() or platform.machine()}"
     )
     results = {name: run(name, arguments) for name in arguments.shapes}
-    write("step", arguments, results)
+    if not arguments.profile:
+        embedding = unprojected(arguments.rounds["60m"], 1000 if arguments.quick else 32000)
+        write("step", arguments, {"shapes": results, "unprojected": embedding})
     failures = [line for name, found in results.items() for line in missed(name, found)]
     limits = ", ".join(f"{key} <= {limit}" for key, limit in TARGETS.items())
     if arguments.quick:
