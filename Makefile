@@ -8,7 +8,7 @@ STEPS ?= 250
 RANKS ?= 2
 JOBS ?= 2
 # Processes that run tests side by side; much of the time tests wait for jobs that start.
-WORKERS ?= 2
+WORKERS ?= 3
 DEEPSPEEDS ?= 0.18.9 0.17.6
 CONFIG ?= configs/zero3_galore.json
 

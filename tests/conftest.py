@@ -15,6 +15,9 @@ from tests.pool import Pool
 # The jobs that tests start find the environment's ninja first. If the pool's processes found another one, each would
 # take the other's build of DeepSpeed's operator for stale, and compile it again, a minute of CPU at every turn.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+# Several ranks of several tests share the cores. With more threads than that each, they spin while they wait for each
+# other: two jobs of two ranks on two cores took three times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # DeepSpeed's operator is compiled for this checkout: another version's would be loaded in its place, and a process that
 # was killed in the middle of loading it leaves a lock, for which all later ones wait.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).resolve().parent.parent / "build" / "extensions"))
