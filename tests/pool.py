@@ -7,6 +7,7 @@ that outlives its time limit is a hang: the pool is killed, the test fails, and 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import time
@@ -125,6 +126,7 @@ def _serve(rank: int, pipe: Connection) -> None:
 
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
+    gc.freeze()  # DeepSpeed collects garbage whenever it makes an engine, which went through all that was imported
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated. Please use.*_single")
     groups = _Groups(rank)
     while True:
