@@ -8,11 +8,11 @@ STEPS ?= 250
 RANKS ?= 2
 JOBS ?= 2
 # Processes that run tests side by side; much of the time tests wait for jobs that start.
-WORKERS ?= 3
+WORKERS ?= 2
 DEEPSPEEDS ?= 0.18.9 0.17.6
 CONFIG ?= configs/zero3_galore.json
 
-.PHONY: train test lint typecheck docs unit compat crashtest fuzz bench bench-quick bench-checkpoints quality clean
+.PHONY: train test lint typecheck docs unit compat crashtest fuzz bench bench-quick quality clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -62,34 +62,47 @@ crashtest: $(VENV)/.dev
 
 test: lint typecheck docs unit
 
+# A job of so many ranks, one thread each.
+JOB := PATH="$(abspath $(BIN)):$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/build/extensions" OMP_NUM_THREADS=1 $(BIN)/deepspeed --num_accelerators
+
+$(VENV)/.bench: $(VENV)/.dev
+	$(PIP) --editable '.[bench]'
+	touch $@
+
 # Beside others, in turns; docs/benchmarks.md is made of the results. A target that is missed does not stop the rest.
-bench: $(VENV)/.dev
+# About an hour and a half on two idle cores; what is measured stays in runs/bench, and report.py takes what is there.
+bench: $(VENV)/.bench
 	-$(BIN)/python benchmarks/refresh.py
 	-$(BIN)/python benchmarks/step.py
+	-$(BIN)/python benchmarks/codecs.py
 	for ranks in 2 3 4; do \
-		PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deepspeed --num_accelerators $$ranks benchmarks/zero.py --shape 60m || exit 1; \
-		PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deepspeed --num_accelerators $$ranks benchmarks/zero.py --shape 1b --layers 1 --rounds 5 || exit 1; \
+		$(JOB) $$ranks benchmarks/zero.py --shape 60m || exit 1; \
+		$(JOB) $$ranks benchmarks/zero.py --shape 1b --layers 1 --rounds 5 || exit 1; \
 	done
+	for ranks in 1 2 4; do $(JOB) $$ranks benchmarks/planner.py || exit 1; done
+	$(BIN)/python benchmarks/planner.py --planned
+	for row in galore staggered decay 8bit adamw stall stall-adamw load load-adamw; do \
+		$(JOB) 2 benchmarks/checkpoints.py --row $$row || exit 1; \
+	done
+	$(JOB) 2 benchmarks/checkpoints.py --row stall-adamw --hidden 1024
+	$(JOB) 2 benchmarks/merge.py --make runs/bench-merge
+	$(BIN)/python benchmarks/merge.py --compare runs/bench-merge
+	$(JOB) 2 benchmarks/growth.py
+	$(BIN)/python benchmarks/quality.py --models tiny --rules AdamW GaLoreAdamW GaLoreAdamW8bit 'galore-torch GaLoreAdamW'
 	$(BIN)/python benchmarks/report.py
 
 # Whether they still run; nothing is judged, and nothing is kept.
 bench-quick: $(VENV)/.dev
-	$(BIN)/python benchmarks/refresh.py --quick
-	$(BIN)/python benchmarks/step.py --quick
-	$(BIN)/python benchmarks/gpu_check.py --quick --device cpu
-	for script in "zero.py" "checkpoints.py --row galore" "checkpoints.py --row stall" "lowrank_gradients.py"; do \
-		PATH="$(abspath $(BIN)):$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/build/extensions" \
-			$(BIN)/deepspeed --num_accelerators 2 benchmarks/$$script --quick || exit 1; \
-	done
+	$(BIN)/python benchmarks/quick.py refresh step codecs 'gpu_check --device cpu' 'planner --planned'
+	rm -rf build/bench-quick
+	$(JOB) 2 benchmarks/quick.py zero planner lowrank_gradients 'checkpoints --row galore --directory build/bench-quick' \
+		'checkpoints --row stall --directory build/bench-quick' 'checkpoints --row load --directory build/bench-quick' \
+		'growth --directory build/bench-quick' 'merge --make build/bench-quick/merge'
+	$(BIN)/python benchmarks/merge.py --quick --compare build/bench-quick/merge
 
 # About 45 minutes on two idle cores; what is finished is kept, and an interrupted table goes on.
 quality: $(VENV)/.dev
 	$(BIN)/python benchmarks/quality.py --jobs $(JOBS) $(ARGS)
-
-bench-checkpoints: $(VENV)/.dev
-	for row in galore staggered decay adamw stall stall-adamw; do \
-		PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deepspeed --num_accelerators 2 benchmarks/checkpoints.py --row $$row --results runs/bench-checkpoints.jsonl || exit 1; \
-	done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -38,6 +38,7 @@ setup(
         "lz4": ["lz4>=4.0"],
         "8bit": ["bitsandbytes>=0.45"],
         "report": ["plotly>=6.0", "jinja2>=3.1"],
+        "bench": ["matplotlib>=3.8", "zipnn", "z4ai"],
         "docs": DOCS,
         "dev": [
             *DOCS,

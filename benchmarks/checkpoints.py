@@ -1,8 +1,9 @@
 """Checkpoints of a really trained model on two ranks: how large, how long training stands still, how much memory.
 
-    make bench-checkpoints                     # all of it; about an hour on 2 CPU cores
+    make bench                                 # all of it, and what else is measured
     deepspeed --num_accelerators 2 benchmarks/checkpoints.py --row galore
     deepspeed --num_accelerators 2 benchmarks/checkpoints.py --row stall
+    deepspeed --num_accelerators 2 benchmarks/checkpoints.py --row load
 
 A Llama of hidden 512, 8 layers, intermediate 1376 and byte vocabulary (25.6M parameters) is trained in fp32 under
 ZeRO-3 on the standard library's sources, 4 samples of 256 tokens a step, at a constant learning rate. Rows:
@@ -10,17 +11,24 @@ ZeRO-3 on the standard library's sources, 4 samples of 256 tokens a step, at a c
 galore      GaLoreAdamW, rank 128, no refresh between the base at step 200 and the difference at step 250
 staggered   the same with the shipped staggered refresh every 200 steps
 decay       as galore, with weight decay 0.1
+8bit        as galore, with GaLoreAdamW8bit
 adamw       AdamW at its learning rate, 5e-4
-stall       time until ``save_checkpoint`` returns, ours and DeepSpeed's own in turn, and training speed with a save
-stall-adamw the times until it returns, with AdamW's larger state
+stall       time until ``save_checkpoint`` returns and until all is on the disk, ours and others in turn: DeepSpeed's
+            own engine, its Decoupled engine, torch.distributed.checkpoint's save and async_save; and training speed
+            with a save of ours
+stall-adamw the times, with AdamW's larger state
+load        time of a load and the memory that it takes for a moment: ours full and differential, DeepSpeed's own,
+            torch.distributed.checkpoint's
+load-adamw  the same of AdamW's state
 
 The size rows also compress the projected weights by zstd, byte planes, zipnn and z4ai, where those are installed
-(``pip install zipnn z4ai``). Sizes are of all files that a save writes; what it links is not counted. Prints JSON.
+(``pip install -e '.[bench]'``). Sizes are of all files that a save writes; what it links is not counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -28,20 +36,23 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from common import ROOT, median_ratio, spread, write
+from common import arguments as parser_with
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "launch"))
 
-from text_data import SampleOrder, load_corpus  # noqa: E402
+from text_data import SampleOrder, load_corpus
 
-import ds_galore  # noqa: E402
+import ds_galore
 
 MODEL = {
     "vocab_size": 256,
@@ -57,21 +68,21 @@ ROWS: dict[str, dict[str, Any]] = {
     "galore": {"type": "GaLoreAdamW", "params": GALORE},
     "staggered": {"type": "GaLoreAdamW", "params": {**GALORE, "update_proj_gap": 200, "stagger_refresh": True}},
     "decay": {"type": "GaLoreAdamW", "params": {**GALORE, "weight_decay": 0.1}},
+    "8bit": {"type": "GaLoreAdamW8bit", "params": GALORE},
     "adamw": {"type": "AdamW", "params": {"lr": 5e-4, "torch_adam": True}},
-    "stall": {"type": "GaLoreAdamW", "params": GALORE},
-    "stall-adamw": {"type": "AdamW", "params": {"lr": 5e-4, "torch_adam": True}},
 }
+ROWS |= {"stall": ROWS["galore"], "stall-adamw": ROWS["adamw"], "load": ROWS["galore"], "load-adamw": ROWS["adamw"]}
 
 
 class Run:
     """A model in training."""
 
-    def __init__(self, row: str, micro: int, hidden: int = 512) -> None:
+    def __init__(self, row: str, micro: int, hidden: int = 512, layers: int = 8) -> None:
         import deepspeed
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(0)
-        shape = {**MODEL, "hidden_size": hidden, "intermediate_size": hidden * 43 // 16}
+        shape = {**MODEL, "hidden_size": hidden, "intermediate_size": hidden * 43 // 16, "num_hidden_layers": layers}
         model = LlamaForCausalLM(LlamaConfig(**shape))
         config = {
             "train_micro_batch_size_per_gpu": micro,
@@ -110,15 +121,46 @@ class Run:
 
     def save_native(self, directory: Path, tag: str) -> float:
         """Save the same state by DeepSpeed's own engine; seconds until the call returns."""
-        from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
-
-        ours, self.engine.checkpoint_engine = self.engine.checkpoint_engine, TorchCheckpointEngine(self.engine._config)
-        begin = time.perf_counter()
-        try:
+        with self.by(self.native):
+            begin = time.perf_counter()
             self.engine.save_checkpoint.__wrapped__(str(directory), tag=tag)
             return time.perf_counter() - begin
+
+    @cached_property
+    def native(self) -> Any:
+        """DeepSpeed's own checkpoint engine."""
+        from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+        return TorchCheckpointEngine(self.engine._config)
+
+    @cached_property
+    def decoupled(self) -> Any:
+        """DeepSpeed's engine that writes in a process of its own, by its writer in Python (the other needs libaio)."""
+        from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import DecoupledCheckpointEngine
+        from deepspeed.runtime.model_checkpointing import CHECKPOINT_WRITER
+        from deepspeed.runtime.model_checkpointing.config import get_checkpoint_writer_config
+        from deepspeed.runtime.model_checkpointing.utils import create_data_parallel_writer_config
+        from deepspeed.utils import groups
+
+        settings = self.engine._config
+        writer = get_checkpoint_writer_config({CHECKPOINT_WRITER: {"type": "python", "decoupled": True}})
+        settings.checkpoint_config = {**settings.checkpoint_config, CHECKPOINT_WRITER: writer}  # others share it
+        who = create_data_parallel_writer_config(groups, parallel_unit=None, zero_stage=3, has_moe_layers=False)
+        return DecoupledCheckpointEngine(settings, who, True)
+
+    @contextmanager
+    def by(self, other: Any) -> Iterator[None]:
+        """Another checkpoint engine in the place of ours."""
+        ours, self.engine.checkpoint_engine = self.engine.checkpoint_engine, other
+        try:
+            yield
         finally:
             self.engine.checkpoint_engine = ours
+
+    def load_native(self, directory: Path) -> None:
+        """Load what DeepSpeed's own engine saved, by itself."""
+        with self.by(self.native):
+            self.engine.load_checkpoint.__wrapped__(str(directory))
 
 
 def local_state(run: Run) -> dict[str, Any]:
@@ -289,9 +331,19 @@ def ways_to_save(run: Run, output: Path) -> dict[str, Way]:
             process_group=background,
         )
 
+    def decoupled(tag: str) -> None:
+        with run.by(run.decoupled):
+            run.engine.save_checkpoint.__wrapped__(str(output / "decoupled" / tag), tag=tag)
+
+    def committed(_: Any) -> None:  # which DeepSpeed waits for before the next update
+        with run.by(run.decoupled):
+            run.engine._commit_decoupled_checkpoint()
+        os.sync()
+
     return {
         "ours": (lambda tag: run.save(output / "ours", tag), lambda _: run.engine.checkpoint_engine.wait()),
         "native": (lambda tag: run.save_native(output / "native", tag), lambda _: os.sync()),
+        "decoupled": (decoupled, committed),
         "dcp": (lambda tag: save_dcp(run, output / "dcp" / tag), lambda _: None),
         "dcp async": (asynchronous, lambda future: future.result()),
     }
@@ -341,7 +393,7 @@ def stall(run: Run, row: str, hidden: int, output: Path, repeats: int, pairs: in
         return {}
     medians = statistics.median(ours), statistics.median(native)
     found: dict[str, Any] = {"row": row, "hidden": hidden, "ours_s": ours, "native_s": native, "medians_s": medians}
-    found["ours_of_native"] = medians[0] / medians[1]
+    found["ours_of_native"] = median_ratio(ours, native)
     found["ways"] = {
         way: {"stood": [stood for stood, _ in each], "durable": [durable for _, durable in each]}
         for way, each in times.items()
@@ -355,9 +407,76 @@ def stall(run: Run, row: str, hidden: int, output: Path, repeats: int, pairs: in
     return found
 
 
+def peak_of(work: Callable[[], object]) -> tuple[float, int]:
+    """Seconds of some work, and by how many bytes the most that was resident meanwhile exceeds what was before."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+
+    def resident(what: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line.split()[1] for line in lines if line.startswith(what)))
+
+    before = resident("VmRSS:")
+    begin = time.perf_counter()
+    work()
+    dist.barrier()
+    return time.perf_counter() - begin, resident("VmHWM:") - before
+
+
+def loads(run: Run, row: str, hidden: int, output: Path, repeats: int, gap: int) -> dict[str, Any]:
+    """Time and memory of loads, in turns; each gives the state that was saved."""
+    import torch.distributed.checkpoint as dcp
+
+    run.train(3)
+    run.save(output / "full", "full")
+    run.engine.checkpoint_engine.wait()
+    # Apart, so that a base is there to make a difference to.
+    run.save(output / "ours", "base")
+    run.train(gap)
+    run.save(output / "ours", "diff")
+    run.engine.checkpoint_engine.wait()
+    run.save_native(output / "native", "diff")
+    save_dcp(run, output / "dcp")
+    dist.barrier()
+    saved = {name: tensor.clone() for name, tensor in local_state(run).items()}
+
+    def load_dcp() -> None:
+        dcp.load(local_state(run), storage_reader=dcp.FileSystemReader(output / "dcp"))
+
+    ways: dict[str, Callable[[], object]] = {
+        "ours, full": lambda: run.engine.load_checkpoint(str(output / "full"), tag="full"),
+        "ours, differential": lambda: run.engine.load_checkpoint(str(output / "ours"), tag="diff"),
+        "native": lambda: run.load_native(output / "native"),
+        "dcp": load_dcp,
+    }
+    found: dict[str, list[tuple[float, int]]] = {name: [] for name in ways}
+    for number in range(-1, repeats):
+        turn = number % len(ways)
+        for name in (*list(ways)[turn:], *list(ways)[:turn]):
+            taken = peak_of(ways[name])
+            if number >= 0:
+                found[name].append(taken)
+            if name != "ours, full":
+                now = local_state(run)
+                assert now.keys() == saved.keys(), name
+                for key, tensor in saved.items():
+                    assert torch.equal(now[key], tensor), f"{name}: {key} is not what was saved"
+    rows: dict[str, Any] = {}
+    for name, each in found.items():
+        seconds, peaks = [one for one, _ in each], [float(peak) for _, peak in each]
+        rows[name] = {
+            **spread(seconds),
+            "of_native": median_ratio(seconds, [one for one, _ in found["native"]]),
+            "peak_bytes": statistics.median(peaks),
+            "peaks": peaks,
+        }
+    state = sum(tensor.numel() * tensor.element_size() for tensor in saved.values())
+    return {"row": row, "hidden": hidden, "state_bytes_of_a_rank": state, "rows": rows}
+
+
 def main() -> None:
     """One row."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_with(__doc__)
     parser.add_argument("--row", choices=sorted(ROWS), required=True)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--gap", type=int, default=50)
@@ -366,9 +485,7 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=2, help="samples a rank and step")
     parser.add_argument("--hidden", type=int, default=512, help="of the model, to see how times grow")
     parser.add_argument("--levels", type=int, nargs="*", default=[3, 19], help="of zstd, on DeepSpeed's own files")
-    parser.add_argument("--quick", action="store_true", help="small and few, to see that it runs; judges nothing")
-    parser.add_argument("--output", type=Path, default=Path("runs/bench-checkpoints"))
-    parser.add_argument("--results", type=Path, help="append the JSON line here")
+    parser.add_argument("--directory", type=Path, default=Path("runs/bench-checkpoints"), help="of the checkpoints")
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.quick:
@@ -380,7 +497,7 @@ def main() -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("WORLD_SIZE", "1"))))
     ds_galore.enable()
     deepspeed.init_distributed("gloo" if not torch.accelerator.is_available() else None, verbose=False)
-    output = arguments.output / arguments.row
+    output = arguments.directory / arguments.row
     if dist.get_rank() == 0:
         shutil.rmtree(output, ignore_errors=True)
     dist.barrier()
@@ -388,17 +505,19 @@ def main() -> None:
     if arguments.row.startswith("stall"):
         pairs = arguments.pairs if arguments.row == "stall" else 0
         found = stall(run, arguments.row, arguments.hidden, output, arguments.repeats, pairs, arguments.gap)
+        run.decoupled.cleanup()
+    elif arguments.row.startswith("load"):
+        found = loads(run, arguments.row, arguments.hidden, output, arguments.repeats, arguments.gap)
     else:
         found = sizes(run, arguments.row, output, arguments.steps, arguments.gap, arguments.levels)
     if dist.get_rank() == 0:
         print(json.dumps(found, indent=1), flush=True)
-        if arguments.results:
-            with arguments.results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(found) + "\n")
+        of_size = "" if arguments.hidden == MODEL["hidden_size"] else f"-{arguments.hidden}"
+        write(f"checkpoints-{arguments.row}{of_size}", arguments, found)
     dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)

@@ -126,9 +126,9 @@ def _serve(rank: int, pipe: Connection) -> None:
 
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
-    gc.freeze()  # DeepSpeed collects garbage whenever it makes an engine, which went through all that was imported
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated. Please use.*_single")
     groups = _Groups(rank)
+    gc.freeze()
     while True:
         try:
             world_size, store, function, args, kwargs = pipe.recv()
@@ -142,6 +142,9 @@ def _serve(rank: int, pipe: Connection) -> None:
             if isinstance(error, KeyboardInterrupt):
                 raise
         pipe.send(outcome)
+        # DeepSpeed collects garbage whenever it makes an engine, and went through all that had been imported.
+        gc.collect()
+        gc.freeze()
 
 
 class _Groups:

@@ -33,7 +33,7 @@ from ds_galore.checkpoint.base import Base, OpenBase, Source, in_budget
 from ds_galore.checkpoint.boards import DirectoryBoard
 from ds_galore.checkpoint.codecs import Compressor
 from ds_galore.checkpoint.errors import DamageError, FormatError
-from ds_galore.checkpoint.files import FileRecord, replace_file, sync_directory
+from ds_galore.checkpoint.files import FileRecord, replace_file
 from ds_galore.checkpoint.job import Factors, Plan, SaveJob
 from ds_galore.checkpoint.job import plan as plan_save
 from ds_galore.checkpoint.loading import load_file
@@ -327,8 +327,6 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         tensors, ranges, states = plan
         engine = self._engine()
         store.path(tag).mkdir(parents=True, exist_ok=True)
-        for made in (store.path(tag), store.directory) if self._leads(group) else ():
-            sync_directory(made.parent)
         linked = store.link(tag, group.rank, base.reader) if base is not None else []
         frozen = self._link_frozen(store, tag)
         saves = 1 if base is None else base.base.saves + 1
@@ -375,9 +373,13 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         return []
 
     def write_recovery_script(self, save_dir: str) -> None:
-        """Put the script that merges our checkpoints where DeepSpeed puts its own."""
+        """Put the script that merges our checkpoints where DeepSpeed puts its own, unless it is there already."""
+        path, text = Path(save_dir) / "zero_to_fp32.py", SCRIPT.encode()
         with self._guard:
-            replace_file(Path(save_dir) / "zero_to_fp32.py", [SCRIPT.encode()], mode=0o755)
+            with contextlib.suppress(OSError):
+                if path.read_bytes() == text:  # training waits meanwhile: a save makes nothing durable that is
+                    return
+            replace_file(path, [text], mode=0o755)
 
     # ------------------------------------------------------------------ after a save
 

@@ -26,7 +26,7 @@ from ds_galore.checkpoint.base import OpenBase
 from ds_galore.checkpoint.boards import Board
 from ds_galore.checkpoint.codecs import Compressor
 from ds_galore.checkpoint.codecs.base import Bits
-from ds_galore.checkpoint.files import FORMAT, VERSION, DataFile, FileRecord, digest_of, file_digest
+from ds_galore.checkpoint.files import FORMAT, VERSION, DataFile, FileRecord, digest_of, file_digest, sync_directory
 from ds_galore.checkpoint.manifest import MANIFEST, Manifest
 from ds_galore.checkpoint.nodes import Nodes
 from ds_galore.checkpoint.pieces import MASTER, NAMES, Piece, StateMap, describe, to_bits
@@ -264,6 +264,8 @@ class SaveJob:
     def _publish(self, manifest: Manifest, names: Sequence[Iterable[str]]) -> None:
         """Complete the checkpoint here; ``names`` gives the files of each rank."""
         here = None if self.nodes is None else {name for rank in self.nodes.own for name in names[rank]}
+        for made in (self.store.path(self.tag), self.store.directory):  # the save may have been the first there
+            sync_directory(made.parent)
         self.store.publish(manifest, latest=self.latest, here=here)
 
     def _commit_here(self) -> None:

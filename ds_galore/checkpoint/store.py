@@ -215,7 +215,9 @@ class CheckpointStore:
             generation += 1
 
     def link(self, tag: str, rank: int, base: CheckpointReader) -> list[FileRecord]:
-        """Have the files of a rank in the base in a checkpoint's directory too, durably.
+        """Have the files of a rank in the base in a checkpoint's directory too.
+
+        Training waits meanwhile, so that the directory is made durable only with what is written there next.
 
         Returns
         -------
@@ -250,7 +252,6 @@ class CheckpointStore:
                 if not target.exists():
                     self._link_or_copy(source, target, record)
             records.append(replace(record, name=target.name))
-        sync_directory(directory)
         return records
 
     def _link_or_copy(self, source: Path, target: Path, record: FileRecord) -> None:

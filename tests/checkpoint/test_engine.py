@@ -256,6 +256,29 @@ def test_retention_keeps_the_base_while_differences_are_made_against_it(pool, tm
     assert all(store.open(tag).verify() == [] for tag in store.tags())
 
 
+def save_thrice(directory: str) -> None:
+    """Save, save again, and after DeepSpeed's own script was put in the place of ours."""
+    import torch.distributed as dist
+
+    engine, path = make(ADAMW, "full"), Path(directory) / "zero_to_fp32.py"
+    text = b""
+    for tag in "abc":
+        first = dist.get_rank() == 0
+        if tag == "c" and first:
+            path.write_text("another\n")
+        before = path.stat().st_ino if tag == "b" and first else 0
+        save(engine, directory, tag)
+        if first:
+            text = text or path.read_bytes()
+            assert path.read_bytes() == text
+            assert tag != "b" or path.stat().st_ino == before
+
+
+def test_the_script_that_merges_is_written_where_it_is_not_yet(pool, tmp_path):
+    pool.run(2, save_thrice, str(tmp_path))
+    assert b"ds_galore" in (tmp_path / "zero_to_fp32.py").read_bytes()
+
+
 def test_a_damaged_state_file_is_not_loaded(pool, tmp_path):
     pool.run(1, saved, str(tmp_path))
     shutil.copytree(tmp_path / "good", tmp_path / "broken")

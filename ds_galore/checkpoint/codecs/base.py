@@ -6,6 +6,7 @@ without torch and no floating-point rule can change a value on its way. Imports 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -145,12 +146,42 @@ class Compressor:
         if self.name == "lz4":
             level = {"compression_level": self.level - 1, "content_checksum": True, "store_size": True}
             return np.frombuffer(lz4_frame().compress(data.data, **level), dtype=np.uint8)
-        compressor = zstandard.ZstdCompressor(level=self.level, write_checksum=True, write_content_size=True)
-        return np.frombuffer(compressor.compress(data.data), dtype=np.uint8)
+        usual, few = _ways(self.level)
+        frame = few.compress(data.data)
+        begin = max(data.size - SAMPLE, 0) // 2
+        part = data[begin : begin + SAMPLE]
+        if len(usual.compress(part.data)) * data.size < len(frame) * part.size:
+            frame = min(frame, usual.compress(data.data), key=len)
+        return np.frombuffer(frame, dtype=np.uint8)
 
 
 #: Level 1 was as good as 3 on byte planes.
 ZSTD = Compressor()
+
+#: Bytes from the middle of a plane on which it is decided whether to look for repetitions in the whole of it.
+SAMPLE = 2**14
+
+_OWN = threading.local()  # a compressor serves one thread at a time, and takes longer to make than to use
+
+
+def _ways(level: int) -> tuple[zstandard.ZstdCompressor, zstandard.ZstdCompressor]:
+    """How zstd may compress a plane: as its level says, or looking for hardly any repetitions.
+
+    Exponents are few values in an order that does not repeat: what zstd finds there by chance takes more room than
+    Huffman's code of each by itself, and three times the time (docs/performance.md).
+    """
+    made: dict[int, tuple[zstandard.ZstdCompressor, zstandard.ZstdCompressor]] = _OWN.__dict__.setdefault("ways", {})
+    if level not in made:
+        usual, few = (
+            zstandard.ZstdCompressor(
+                compression_params=zstandard.ZstdCompressionParameters.from_level(
+                    level, write_checksum=True, write_content_size=True, **changed
+                )
+            )
+            for changed in ({}, {"strategy": zstandard.STRATEGY_FAST, "hash_log": 6, "min_match": 7})
+        )
+        made[level] = usual, few
+    return made[level]
 
 
 def lz4_frame() -> Any:
@@ -234,12 +265,13 @@ def from_planes(parts: Mapping[str, Bytes], numel: int, itemsize: int, prefix: s
     """
     if numel * itemsize > MAX_PART:
         raise CodecError(f"{numel} elements of {itemsize} bytes are more than a tensor can have")
-    rows = np.zeros((numel, itemsize), dtype=np.uint8)
+    rows = np.empty((numel, itemsize), dtype=np.uint8)
     for plane in range(itemsize):
         found = [mark for mark in "zlr" if f"{prefix}{plane}{mark}" in parts]
         if len(found) > 1:
             raise CodecError(f"plane {plane} is there twice")
         if not found:
+            rows[:, plane] = 0
             continue
         raw = parts[f"{prefix}{plane}{found[0]}"]
         if found[0] != "r":

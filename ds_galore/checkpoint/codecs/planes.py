@@ -52,7 +52,9 @@ def restored(zigzag: Bits, base: Bits) -> Bits:
 
 def _rotated(bits: Bits) -> Bits:
     """Sign in the lowest bit: the exponent of float32 and bfloat16 then fills the highest byte."""
-    return (bits << 1) | (bits >> (bits.dtype.itemsize * 8 - 1))
+    rotated = bits << 1
+    rotated |= bits >> (bits.dtype.itemsize * 8 - 1)
+    return rotated
 
 
 def _rotate_back(bits: Bits) -> Bits:
