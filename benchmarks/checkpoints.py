@@ -34,6 +34,7 @@ import os
 import shutil
 import statistics
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -410,17 +411,24 @@ def stall(run: Run, row: str, hidden: int, output: Path, repeats: int, pairs: in
 def peak_of(work: Callable[[], object]) -> tuple[float, int]:
     """Seconds of some work, and by how many bytes the most that was resident meanwhile exceeds what was before."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+    resident: list[int] = []
+    ended = threading.Event()
+    page = os.sysconf("SC_PAGE_SIZE")
 
-    def resident(what: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * int(next(line.split()[1] for line in lines if line.startswith(what)))
+    def watch() -> None:
+        while not ended.wait(0.002):
+            resident.append(page * int(Path("/proc/self/statm").read_text().split()[1]))
 
-    before = resident("VmRSS:")
+    before = page * int(Path("/proc/self/statm").read_text().split()[1])
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
     begin = time.perf_counter()
     work()
     dist.barrier()
-    return time.perf_counter() - begin, resident("VmHWM:") - before
+    taken = time.perf_counter() - begin
+    ended.set()
+    watcher.join()
+    return taken, max(resident, default=before) - before
 
 
 def loads(run: Run, row: str, hidden: int, output: Path, repeats: int, gap: int) -> dict[str, Any]:

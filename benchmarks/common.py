@@ -85,6 +85,9 @@ def write(name: str, options: argparse.Namespace, found: Any) -> None:
         return
     path = options.output or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = shlex.join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])
+    words = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
+    command = shlex.join([os.path.relpath(sys.argv[0], ROOT), *words])
+    if "WORLD_SIZE" in os.environ:
+        command = f"deepspeed --num_accelerators {os.environ['WORLD_SIZE']} {command}"
     path.write_text(json.dumps({"command": command, **machine(), "found": found}, indent=1) + "\n")
     print(f"written to {path}", file=sys.stderr)

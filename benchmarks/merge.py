@@ -12,13 +12,13 @@ memory (``ru_maxrss``). ``--compare`` also takes what ``checkpoints.py`` left.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -94,17 +94,25 @@ def save_sharded(model: Any, directory: Path) -> None:
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(directory), save_distributed=True))
 
 
+#: Started in between, since the peak of a process that is started counts what its parent had in memory.
+STARTER = """
+import json, os, subprocess, sys, time
+begin = time.perf_counter()
+process = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL)
+_, status, usage = os.wait4(process.pid, 0)
+print(json.dumps([time.perf_counter() - begin, usage.ru_maxrss * 1024 / 1e6]))
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
 def measure(command: list[str], out: Path) -> tuple[float, float]:
     """Seconds and megabytes (10^6) of a program."""
     shutil.rmtree(out, ignore_errors=True)
-    begin = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    _, status, usage = os.wait4(process.pid, 0)
-    seconds = time.perf_counter() - begin
-    if status:
-        assert process.stderr is not None
-        raise SystemExit(f"{command} failed: {process.stderr.read()}")
-    return seconds, usage.ru_maxrss * 1024 / 1e6
+    done = subprocess.run([sys.executable, "-S", "-c", STARTER, *command], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{command} failed: {done.stderr}")
+    seconds, megabytes = json.loads(done.stdout)
+    return seconds, megabytes
 
 
 def ways(directory: Path, names: list[str] | None = None, rounds: int = 5) -> dict[str, Any]:

@@ -5,7 +5,7 @@
 
 The first trains layers of ``llama_60m`` (bytes for tokens) for one step under ZeRO-3 on some ranks and adds up the
 tensors of each optimizer's state: torch's AdamW in fp32 and bf16, bitsandbytes' 8-bit AdamW, GaLoreAdamW in fp32 and
-8 bits, Muon; on one rank galore-torch as well, without DeepSpeed. Beside it is what ``ds-galore estimate`` says of the
+8 bits; on one rank galore-torch as well, without DeepSpeed. Beside it is what ``ds-galore estimate`` says of the
 same job: moments and projectors of the fullest rank. The second asks it about states of Llamas of 1B and 7B on 1 to 64
 ranks, and about traffic of the jobs that ``zero.py`` measures, and of the whole 1B, on 2 to 1024.
 """
@@ -27,7 +27,7 @@ from ds_galore.cli import main as ds_galore_command
 RANK = 128
 SETTINGS = {"lr": 1e-4, "rank": RANK, "first_basis": "random"}
 #: DeepSpeed's optimizer section (None: made here), precision, and the planner's name and its options.
-KINDS: dict[str, tuple[dict[str, Any] | None, str, list[str] | None]] = {
+KINDS: dict[str, tuple[dict[str, Any] | None, str, list[str]]] = {
     "AdamW, fp32": ({"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}, "fp32", ["adamw"]),
     "AdamW, bf16": (None, "bf16", ["adamw"]),
     "AdamW, 8-bit (bitsandbytes)": (None, "fp32", ["adamw_8bit"]),
@@ -43,7 +43,6 @@ KINDS: dict[str, tuple[dict[str, Any] | None, str, list[str] | None]] = {
         "fp32",
         ["galore_adamw_8bit", "--projector-storage", "sharded"],
     ),
-    "Muon": ({"type": "Muon", "params": {"lr": 1e-4}}, "fp32", None),
 }
 
 
@@ -91,7 +90,7 @@ def state_bytes(kind: str, config: dict[str, Any]) -> int:
     model = LlamaForCausalLM(LlamaConfig(**{key: value for key, value in config.items() if key != "architectures"}))
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "reduce_scatter": kind != "Muon"},  # with which DeepSpeed refuses Muon
+        "zero_optimization": {"stage": 3},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
@@ -111,7 +110,6 @@ def state_bytes(kind: str, config: dict[str, Any]) -> int:
     engine.backward(engine(input_ids=tokens, labels=tokens).loss)
     engine.step()
     found = sum(size(state) for state in engine.optimizer.optimizer.state.values())
-    found += size(getattr(engine.optimizer, "muon_momentum_buffer_partitioned_groups_flat", None) or {})
     engine.destroy()
     return found
 
@@ -151,9 +149,7 @@ def measure(options: argparse.Namespace) -> None:
         for kind, (_, precision, words) in KINDS.items():
             taken = torch.tensor([float(state_bytes(kind, config))])
             dist.all_reduce(taken, dist.ReduceOp.MAX)
-            rows[kind] = {"measured": int(taken)}
-            if words is not None:
-                rows[kind]["planned"] = planned_state(path, words, world, RANK, precision)
+            rows[kind] = {"measured": int(taken), "planned": planned_state(path, words, world, RANK, precision)}
         if world == 1:
             rows["galore-torch, one process"] = {"measured": galore_torch(config)}
     if dist.get_rank() == 0:

@@ -110,9 +110,6 @@ def _machine(found: Found) -> Lined:
         f"{package} {' and '.join(sorted(each))}" for package, each in sorted(versions.items())
     )
     yield ""
-    yield from _said(
-        "Scripts that need ranks are started by `deepspeed --num_accelerators N`; `make bench` has the whole commands."
-    )
     yield from _table(["results", "command", "day"], rows)
 
 
@@ -453,8 +450,9 @@ def _stall(found: Found) -> Lined:
             for way, times in run["ways"].items()
         ]
         yield from _table(["", "stands, s", "of native", "durable, s"], rows)
-        what = f"stall of {name.removeprefix('checkpoints-')}, hidden {run['hidden']}, of native"
+        what = f"a save stands, {'AdamW' if 'adamw' in name else 'GaLore'}, hidden {run['hidden']}, of native"
         yield f"At most a fifth of DeepSpeed's own: {_judged(what, _ratio(run['ways']['ours']['stood'], native), 0.2)}."
+        yield ""
         if run.get("seconds_with"):
             pairs = ", ".join(f"{pair:.2f}" for pair in run["speed_with_a_save_of_pairs"])
             yield from _said(
@@ -491,7 +489,7 @@ def _load(found: Found) -> Lined:
         judged = []
         for way in ("ours, full", "ours, differential"):
             row = run["rows"][way]
-            of_memory = row["peak_bytes"] / max(native["peak_bytes"], 1)
+            of_memory = round(row["peak_bytes"] / max(native["peak_bytes"], 1), 2)  # sampled: no finer
             judged.append(
                 f"{way}: time {_judged(f'{kind}, {way}: time, of native', row['of_native'], 1.0)}, memory"
                 f" {_judged(f'{kind}, {way}: memory, of native', of_memory, 1.0)}"

@@ -5,11 +5,13 @@ Imports torch and this package. Nothing here is collective.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from ds_galore.checkpoint.codecs.base import Bits
@@ -22,12 +24,15 @@ from ds_galore.checkpoint.store import CheckpointStore
 from ds_galore.checkpoint.tree import restore
 from ds_galore.errors import CheckpointMismatchError, ConfigError
 from ds_galore.parameters import OPTIMIZERS
+from ds_galore.tools.threads import run_all
 from ds_galore.zero.binding import flat_parts
 from ds_galore.zero.group import RankGroup
 
 __all__ = ["PreparedLoad", "is_placeholder", "load_file"]
 
 MODEL, OPTIMIZER = "_model_states.pt", "_optim_states.pt"
+#: Threads of a rank that read; each may hold a tensor and its base for a moment.
+MOST_WORKERS = 8
 
 
 class PreparedLoad:
@@ -112,7 +117,33 @@ class PreparedLoad:
 
     def _assembled(self, values: Mapping[str, Any]) -> Any:
         places = values["tensors"]
-        return restore(values["state"], lambda path: assemble(places[path], self._read))
+        workers = self._workers()
+        if workers == 1:
+            return restore(values["state"], lambda path: assemble(places[path], self._read))
+        found: dict[str, Tensor | Exception] = {}
+
+        def read(path: str) -> None:
+            try:
+                found[path] = assemble(places[path], self._read)
+            except Exception as error:  # noqa: BLE001 - raised where the state asks for this tensor
+                found[path] = error
+
+        def tensor(path: str) -> Tensor:
+            outcome = found[path]
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        with threadpool_limits(1, user_api="blas"):  # the workers are the parallelism
+            run_all(read, list(places), workers)
+        return restore(values["state"], tensor)
+
+    @staticmethod
+    def _workers() -> int:
+        """Threads that a rank may read in: the cores that it has, shared with the other ranks of its host."""
+        ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ""
+        sharing = int(ranks) if ranks.isdecimal() else torch.distributed.get_world_size()
+        return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // max(1, sharing)))
 
     def _model(self, engine: Any, rank: int) -> Any:
         values = self._values(MODEL, rank)

@@ -228,13 +228,17 @@ def assemble(description: Mapping[str, Any], read: Callable[[str, int, int], tup
     dtype, shape = getattr(torch, str(description["dtype"]), None), [int(size) for size in description["shape"]]
     if not isinstance(dtype, torch.dtype):
         raise DamageError(f"a state file names the dtype {description['dtype']!r}")
-    flat = torch.zeros(math.prod(shape), dtype=dtype)
+    flat = torch.empty(math.prod(shape), dtype=dtype)
     width = flat.element_size() if dtype in NAMES else 1
     scale = flat.element_size() // width
     view = flat.view(torch.uint8).numpy().view(f"u{width}")
+    known = 0
     for name, start, offset, numel in description["pieces"]:
         if offset < 0 or numel < 0 or offset + numel > flat.numel():
             raise DamageError(f"a state file places {name} where it does not fit")
+        if offset > known:
+            flat[known:offset] = 0
+        known = max(known, offset + numel)
         bits, found = read(name, start * scale, (start + numel) * scale)
         source = _DTYPES.get(found)
         if source is not None and source != dtype and source.is_floating_point and dtype.is_floating_point:
@@ -243,6 +247,7 @@ def assemble(description: Mapping[str, Any], read: Callable[[str, int, int], tup
         if bits.dtype.itemsize != width:
             raise DamageError(f"a state file describes {name} as {dtype}, and it is stored as {found}")
         view[offset * scale : (offset + numel) * scale] = bits
+    flat[known:] = 0
     return flat.view(shape)
 
 

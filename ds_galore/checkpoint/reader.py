@@ -156,32 +156,47 @@ class CheckpointReader:
         """
         return self._bits(self.tensors[name], 0, start, stop)
 
-    def _bits(self, tensor: LogicalTensor, depth: int, start: int, stop: int | None) -> Bits:
+    def _bits(self, tensor: LogicalTensor, depth: int, start: int, stop: int | None, *, check: bool = True) -> Bits:
         numel = math.prod(tensor.shape)
         stop = numel if stop is None else stop
         if not 0 <= start <= stop <= numel:
             raise ValueError(f"[{start}, {stop}) does not lie in {tensor.name} of {numel} elements")
-        out = np.empty(stop - start, dtype=f"u{DTYPES[tensor.dtype]}")  # the shards cover it
+        out: Bits | None = None
         for first, last, rank, index in tensor.shards:
             begin, end = max(first, start), min(last, stop)
             if begin < end:
-                out[begin - start : end - start] = self._shard(rank, depth, index)[begin - first : end - first]
-        return out
+                whole = self._shard(rank, depth, index, check=check)
+                if (start, stop) == (first, last) and whole.flags.writeable:
+                    return whole
+                if out is None:
+                    out = np.empty(stop - start, dtype=f"u{DTYPES[tensor.dtype]}")  # the shards cover it
+                out[begin - start : end - start] = whole[begin - first : end - first]
+        return np.empty(0, dtype=f"u{DTYPES[tensor.dtype]}") if out is None else out
 
-    def _shard(self, rank: int, depth: int, index: int) -> Bits:
+    def _shard(self, rank: int, depth: int, index: int, *, check: bool = True) -> Bits:
+        """A shard's data.
+
+        Without ``check`` nobody has seen that they are what was written: for what others are decoded from, whose own
+        digest then tells.
+        """
         file = self._file(rank, depth)
         entry = file.entries[index]
         where = f"{file.path}: {entry.name} [{entry.start}, {entry.stop})"
         try:
             reference = self._reference(rank, depth, entry)
-            bits = decode(file.encoded(index), entry.numel, entry.itemsize, reference, floating=entry.floating)
+            try:
+                bits = decode(file.encoded(index), entry.numel, entry.itemsize, reference, floating=entry.floating)
+            except CodecError:
+                self._reference(rank, depth, entry, check=True)
+                raise
         except CodecError as error:
             raise DamageError(f"{where}: {error}") from None
-        if digest_of(bits) != entry.digest:
+        if check and digest_of(bits) != entry.digest:
+            self._reference(rank, depth, entry, check=True)  # which names what it finds damaged there
             raise DamageError(f"{where}: the decoded data are not those that were written")
         return bits
 
-    def _reference(self, rank: int, depth: int, entry: Entry) -> Reference:
+    def _reference(self, rank: int, depth: int, entry: Entry, *, check: bool = False) -> Reference:
         """What a shard is decoded against: its range in the file before, and the projectors that it names."""
         needs = entry.codec in ("same", "lowrank") or (entry.codec == "planes" and entry.params.get("base") is True)
         if not needs:
@@ -196,7 +211,7 @@ class CheckpointReader:
         index = self._places[older.path.name].get((entry.name, entry.start, entry.stop))
         if index is None or (older.entries[index].dtype, older.entries[index].shape) != (entry.dtype, entry.shape):
             raise CodecError(f"the base {older.path.name} does not hold this range")
-        base = self._shard(rank, depth + 1, index)
+        base = self._shard(rank, depth + 1, index, check=check)
         names = entry.params.get("factors") if entry.codec == "lowrank" else None
         if not isinstance(names, list):
             return Reference(base)
@@ -209,17 +224,19 @@ class CheckpointReader:
             tensors = self._tensors(at)
             if projector not in tensors:
                 raise CodecError(f"{projector} is not there")
-            factors[name] = self._factor(projector, tensors, at)
+            factors[name] = self._factor(projector, tensors, at, check=check)
         columns = math.prod(entry.shape[1:])
         return Reference(base, factors, columns, entry.start)
 
-    def _factor(self, name: str, tensors: Mapping[str, LogicalTensor], depth: int) -> npt.NDArray[np.float32]:
+    def _factor(
+        self, name: str, tensors: Mapping[str, LogicalTensor], depth: int, *, check: bool = True
+    ) -> npt.NDArray[np.float32]:
         """A projector as numbers: see docs/format.md for int8 and int4."""
         tensor, scale = tensors[name], tensors.get(f"{name}_scale")
         if len(tensor.shape) != 2:
             raise CodecError(f"{tensor.name} has shape {tensor.shape}, and a factor is a matrix")
         rows, width = tensor.shape
-        bits = self._bits(tensor, depth, 0, None).reshape(rows, width)
+        bits = self._bits(tensor, depth, 0, None, check=check).reshape(rows, width)
         if tensor.dtype in ("I8", "U8") and scale is not None and scale.dtype == "F32":
             whole = bits.view(np.int8)
             if tensor.dtype == "U8":
@@ -227,7 +244,7 @@ class CheckpointReader:
                 whole, width = (halves.view(np.int8) ^ 8) - np.int8(8), 2 * width
             if scale.shape != (rows, -(-width // SCALE_BLOCK)):
                 raise CodecError(f"{scale.name} has shape {scale.shape}, which does not fit {tensor.name}")
-            scales = self._bits(scale, depth, 0, None).view(np.float32).reshape(rows, -1)
+            scales = self._bits(scale, depth, 0, None, check=check).view(np.float32).reshape(rows, -1)
             spread: npt.NDArray[np.float32] = np.repeat(scales, SCALE_BLOCK, axis=1)[:, :width]
             return whole.astype(np.float32) * spread
         if tensor.dtype == "BF16":
