@@ -107,7 +107,9 @@ class Lines:
             axes.plot(across, up, marker="o", markersize=3, label=kind)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.set_minor_formatter(lambda value, _: f"{value:g}")
         axes.set_xlabel(self.x)
         axes.set_ylabel(self.y)
         axes.legend(fontsize=7)

@@ -146,12 +146,12 @@ def _mega(number: float) -> str:
     return f"{number / 1e6:.1f}"
 
 
-def _judged(what: str, value: float, limit: float, *, least: bool = False, digits: int = 3) -> str:
+def _judged(what: str, value: float, limit: float, *, least: bool = False, unit: str = "") -> str:
     """A figure beside its target; a missed one is told at the top of the page as well."""
     met = value >= limit if least else value <= limit
     if not met:
-        MISSING.append(f"{what}: {value:.{digits}g}, at {'least' if least else 'most'} {limit:g} was aimed at")
-    return f"{value:.{digits}g} ({'met' if met else f'**missed**: {limit:g}'})"
+        MISSING.append(f"{what}: {value:.3g}{unit}, at {'least' if least else 'most'} {limit:g}{unit} was aimed at")
+    return f"{value:.3g}{unit} ({'met' if met else f'**missed**: {limit:g}{unit}'})"
 
 
 def _figure(name: str, drawing: Bars | Lines, alternative: str) -> Lined:
@@ -265,8 +265,9 @@ def _zero(found: Found) -> Lined:
     )
     shape = first["shape"]
     yield from _said(
-        f"At most 0.1% with replicated projectors: {_judged(f'traffic of {shape}, replicated, %', replicated, 0.1)}; at"
-        f" most 10% with sharded ones: {_judged(f'traffic of {shape}, sharded, %', sharded, 10)}."
+        "At most 0.1% with replicated projectors:"
+        f" {_judged(f'traffic of {shape}, replicated', replicated, 0.1, unit='%')}; at"
+        f" most 10% with sharded ones: {_judged(f'traffic of {shape}, sharded', sharded, 10, unit='%')}."
     )
 
 
@@ -309,7 +310,7 @@ def _traffic(found: Found, measured: Found) -> Lined:
     yield from _table(["sharded projectors", *(f"{world} ranks" for world in worlds)], rows)
     most = max(100 * each["low_rank"] / each["zero"] for each in planned["llama_1b"]["sharded"].values())
     yield from _said(
-        f"The most at 1B, on any number of ranks: {_judged('traffic of llama_1b by the model, %', most, 10)}% of"
+        f"The most at 1B, on any number of ranks: {_judged('traffic of llama_1b by the model', most, 10, unit='%')} of"
         " ZeRO-3's; with replicated projectors, nothing but the flag that says whether all is finite."
     )
 
@@ -336,7 +337,7 @@ def _memory(found: Found, everything: Found) -> Lined:
             cells.append(f"{row['measured']:,}{beside}")
         rows.append([kind, *cells])
     yield from _table(["bytes (planned / measured)", *(_ranks(run["world_size"]) for run in runs)], rows)
-    yield f"The planner is off by at most {_judged('planner of memory, %', 100 * worst, 1)}%."
+    yield f"The planner is off by at most {_judged('planner of memory', 100 * worst, 1, unit='%')}."
     yield ""
     if "planned" not in everything:
         return
@@ -351,7 +352,7 @@ def _memory(found: Found, everything: Found) -> Lined:
         below = 100 * (1 - ours["1"] / kinds_["AdamW, bf16 states"]["1"])
         judged = f"{below:.1f}%"
         if name == "llama_7b":
-            judged = _judged("8-bit GaLore's states below AdamW's in bf16, 7B, %", below, 82.5, least=True) + "%"
+            judged = _judged("8-bit GaLore's states below AdamW's in bf16, 7B", below, 82.5, least=True, unit="%")
         others = ", ".join(
             f"on {_ranks(int(world))} {_judged(f'{name}, {world} ranks, of 8-bit AdamW', ours[world] / each, 1.0)}"
             for world, each in kinds_["AdamW, 8-bit"].items()
@@ -575,7 +576,7 @@ def _loss(found: Found) -> Lined:
             cells.append(f"{statistics.fmean(change):+.2f}%" if change else "-")
             limit = {"AdamW": 3.0}.get(other, 1.0)
             if rule in ("GaLoreAdamW", "GaLoreAdamW8bit") and change:
-                _judged(f"loss of {rule} over {other}'s, %", statistics.fmean(change), limit)
+                _judged(f"loss of {rule} over {other}'s", statistics.fmean(change), limit, unit="%")
         rows.append([rule, *cells])
     yield from _table(["", "loss, mean of seeds", "to AdamW", "to galore-torch"], rows)
     missed = [line for line in MISSING if line.startswith("loss of")]
@@ -614,7 +615,7 @@ def _growth(found: Found) -> Lined:
     titles = [f"{s} layers, {rows_[s]['parameters'] / 1e6:.1f}M" for s in sizes]
     yield from _table(["", *titles], rows)
     lines = {
-        title: (
+        title.replace("`", ""): (
             [rows_[s]["parameters"] / first["parameters"] for s in sizes],
             [rows_[s][key] / first[key] for s in sizes],
         )

@@ -10,7 +10,6 @@ import click
 
 from ds_galore.cli.output import json_option, quiet_option, show_table, size_text
 from ds_galore.errors import ConfigError
-from ds_galore.parameters import choices
 
 __all__ = ["estimate"]
 
@@ -26,9 +25,23 @@ def _count(context: Any, parameter: Any, value: str | None) -> int | None:
         raise click.BadParameter(str(error)) from None
 
 
+class _OneOf(click.Choice[str]):
+    """A hyperparameter's words, which are looked up when they are needed: every command would wait for pydantic."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(())
+        self._key = key
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "choices":
+            from ds_galore import parameters
+
+            return tuple(parameters.choices(self._key))
+        return super().__getattribute__(name)
+
+
 def _one_of(key: str) -> click.Choice[str]:
-    """A hyperparameter's words."""
-    return click.Choice(choices(key))
+    return _OneOf(key)
 
 
 @click.command()

@@ -89,6 +89,7 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.timed  # beside other tests it took over the 240 s that a job which hangs is given, and 50 s alone
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_it_is_killed_goes_on_exactly_and_has_the_losses_of_our_own_script(reference, name):
     directory, given, expected = reference
