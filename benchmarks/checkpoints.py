@@ -46,7 +46,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import ROOT, median_ratio, spread, write
+from common import ROOT, bytes_of, median_ratio, spread, write
 from common import arguments as parser_with
 
 sys.path.insert(0, str(ROOT / "launch"))
@@ -435,24 +435,26 @@ def loads(run: Run, row: str, hidden: int, output: Path, repeats: int, gap: int)
     """Time and memory of loads, in turns; each gives the state that was saved."""
     import torch.distributed.checkpoint as dcp
 
+    def state() -> dict[str, Any]:
+        return {name: tensor.clone() for name, tensor in local_state(run).items()}
+
     run.train(3)
-    run.save(output / "full", "full")
+    run.save(output / "ours", "full")
     run.engine.checkpoint_engine.wait()
-    # Apart, so that a base is there to make a difference to.
-    run.save(output / "ours", "base")
+    of_base = state()
     run.train(gap)
     run.save(output / "ours", "diff")
     run.engine.checkpoint_engine.wait()
     run.save_native(output / "native", "diff")
     save_dcp(run, output / "dcp")
     dist.barrier()
-    saved = {name: tensor.clone() for name, tensor in local_state(run).items()}
+    saved = state()
 
     def load_dcp() -> None:
         dcp.load(local_state(run), storage_reader=dcp.FileSystemReader(output / "dcp"))
 
     ways: dict[str, Callable[[], object]] = {
-        "ours, full": lambda: run.engine.load_checkpoint(str(output / "full"), tag="full"),
+        "ours, full": lambda: run.engine.load_checkpoint(str(output / "ours"), tag="full"),
         "ours, differential": lambda: run.engine.load_checkpoint(str(output / "ours"), tag="diff"),
         "native": lambda: run.load_native(output / "native"),
         "dcp": load_dcp,
@@ -464,11 +466,10 @@ def loads(run: Run, row: str, hidden: int, output: Path, repeats: int, gap: int)
             taken = peak_of(ways[name])
             if number >= 0:
                 found[name].append(taken)
-            if name != "ours, full":
-                now = local_state(run)
-                assert now.keys() == saved.keys(), name
-                for key, tensor in saved.items():
-                    assert torch.equal(now[key], tensor), f"{name}: {key} is not what was saved"
+            now, expected = local_state(run), of_base if name == "ours, full" else saved
+            assert now.keys() == expected.keys(), name
+            for key, tensor in expected.items():
+                assert torch.equal(now[key], tensor), f"{name}: {key} is not what was saved"
     rows: dict[str, Any] = {}
     for name, each in found.items():
         seconds, peaks = [one for one, _ in each], [float(peak) for _, peak in each]
@@ -478,8 +479,7 @@ def loads(run: Run, row: str, hidden: int, output: Path, repeats: int, gap: int)
             "peak_bytes": statistics.median(peaks),
             "peaks": peaks,
         }
-    state = sum(tensor.numel() * tensor.element_size() for tensor in saved.values())
-    return {"row": row, "hidden": hidden, "state_bytes_of_a_rank": state, "rows": rows}
+    return {"row": row, "hidden": hidden, "state_bytes_of_a_rank": bytes_of(saved), "rows": rows}
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RESULTS", "ROOT", "arguments", "machine", "median_ratio", "spread", "take_turns", "write"]
+__all__ = ["RESULTS", "ROOT", "arguments", "bytes_of", "machine", "median_ratio", "spread", "take_turns", "write"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "runs" / "bench"
@@ -67,6 +67,19 @@ def take_turns(
             if number >= 0:
                 times[name].append(clock() - begin)
     return times
+
+
+def bytes_of(value: object) -> int:
+    """Bytes of the tensors in an optimizer's state, galore-torch's projectors included.
+
+    Counters of steps are left out, and the tables and shared tensors that bitsandbytes keeps beside its states.
+    """
+    if hasattr(value, "element_size"):
+        numel = int(value.numel())  # type: ignore[attr-defined]
+        return numel * int(value.element_size()) if numel > 1 else 0
+    if isinstance(value, Mapping):
+        return sum(bytes_of(each) for key, each in value.items() if key not in ("qmap1", "qmap2", "params"))
+    return bytes_of(value.ortho_matrix) if hasattr(value, "ortho_matrix") else 0
 
 
 def median_ratio(taken: Sequence[float], others: Sequence[float]) -> float:

@@ -31,6 +31,7 @@ def grown(layers: int, directory: Path, rounds: int) -> dict[str, Any]:
 
     run = Run("galore", 1, layers=layers)
     steps, ours, durable, native, load = [], [], [], [], []
+    run.train(5)  # a base without moments and projectors would have them all in the difference
     run.save(directory / "ours", "base")
     run.engine.checkpoint_engine.wait()
     for number in range(rounds):

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from click.testing import CliRunner
-from common import ROOT, arguments, write
+from common import ROOT, arguments, bytes_of, write
 
 from ds_galore.cli import main as ds_galore_command
 
@@ -71,15 +71,6 @@ def planned_state(*job: Any) -> int:
     return int(kept["moments"]) + int(kept["projectors"])
 
 
-def size(value: Any) -> int:
-    """Bytes of all tensors in a state; counters of steps are not counted."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size() if value.numel() > 1 else 0
-    if isinstance(value, dict):
-        return sum(size(each) for key, each in value.items() if key not in ("qmap1", "qmap2", "params"))
-    return size(getattr(value, "ortho_matrix", None)) if hasattr(value, "ortho_matrix") else 0
-
-
 def state_bytes(kind: str, config: dict[str, Any]) -> int:
     """Of one optimizer on this rank, after a step."""
     import deepspeed
@@ -109,7 +100,7 @@ def state_bytes(kind: str, config: dict[str, Any]) -> int:
     tokens = torch.randint(256, (1, 16), generator=torch.Generator().manual_seed(0)).to(engine.device)
     engine.backward(engine(input_ids=tokens, labels=tokens).loss)
     engine.step()
-    found = sum(size(state) for state in engine.optimizer.optimizer.state.values())
+    found = sum(bytes_of(state) for state in engine.optimizer.optimizer.state.values())
     engine.destroy()
     return found
 
@@ -129,7 +120,7 @@ def galore_torch(config: dict[str, Any]) -> int:
     tokens = torch.randint(256, (1, 16))
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
-    return sum(size(state) for state in optimizer.state.values())
+    return sum(bytes_of(state) for state in optimizer.state.values())
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -34,15 +34,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import ROOT, bytes_of
 from torch import Tensor, nn
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "launch"))
 
-from text_data import SampleOrder, load_corpus  # noqa: E402
+from text_data import SampleOrder, load_corpus
 
-import ds_galore  # noqa: E402
-from ds_galore.optim.targets import describe_model, select_targets  # noqa: E402
+import ds_galore
+from ds_galore.optim.targets import describe_model, select_targets
 
 #: Which layers are projected: all linear ones but the head.
 TARGETS = ["attn", "mlp"]
@@ -215,15 +215,6 @@ def validate(model: nn.Module, windows: Tensor) -> float:
         for part in torch.split(windows, VALIDATION_BATCH)
     ]
     return sum(losses) / len(windows)
-
-
-def bytes_of(value: object) -> int:
-    """Bytes of the tensors in an optimizer's state, galore-torch's projectors included."""
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, Mapping):
-        return sum(bytes_of(each) for each in value.values())
-    return bytes_of(value.ortho_matrix) if hasattr(value, "ortho_matrix") else 0
 
 
 def has_diverged(losses: list[float], validation: float, vocabulary: int) -> bool:

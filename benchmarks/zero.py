@@ -19,7 +19,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from common import ROOT, arguments, median_ratio, spread, write
+from common import ROOT, arguments, bytes_of, median_ratio, spread, write
 
 SHAPES = {"60m": ("llama_60m", 128), "1b": ("llama_1b", 512)}
 PARAMS = {"lr": 1e-4, "first_basis": "random"}
@@ -167,14 +167,8 @@ def _traffic(engine: Any, options: argparse.Namespace) -> dict[str, int]:
 
 
 def _state(engine: Any) -> int:
-    def size(value: Any) -> int:
-        if isinstance(value, torch.Tensor):
-            return value.numel() * value.element_size()
-        return sum(map(size, value.values())) if isinstance(value, dict) else 0
-
-    own = sum(size(state) for state in engine.optimizer.optimizer.state.values())
     momentum = getattr(engine.optimizer, "muon_momentum_buffer_partitioned_groups_flat", None) or {}
-    return own + size(momentum)
+    return sum(bytes_of(state) for state in [*engine.optimizer.optimizer.state.values(), momentum])
 
 
 if __name__ == "__main__":

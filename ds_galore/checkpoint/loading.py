@@ -120,30 +120,22 @@ class PreparedLoad:
         workers = self._workers()
         if workers == 1:
             return restore(values["state"], lambda path: assemble(places[path], self._read))
-        found: dict[str, Tensor | Exception] = {}
+        found: dict[str, Tensor] = {}
 
         def read(path: str) -> None:
-            try:
-                found[path] = assemble(places[path], self._read)
-            except Exception as error:  # noqa: BLE001 - raised where the state asks for this tensor
-                found[path] = error
-
-        def tensor(path: str) -> Tensor:
-            outcome = found[path]
-            if isinstance(outcome, Exception):
-                raise outcome
-            return outcome
+            found[path] = assemble(places[path], self._read)
 
         with threadpool_limits(1, user_api="blas"):  # the workers are the parallelism
             run_all(read, list(places), workers)
-        return restore(values["state"], tensor)
+        return restore(values["state"], found.__getitem__)
 
     @staticmethod
     def _workers() -> int:
         """Threads that a rank may read in: the cores that it has, shared with the other ranks of its host."""
         ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ""
         sharing = int(ranks) if ranks.isdecimal() else torch.distributed.get_world_size()
-        return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // max(1, sharing)))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, min(MOST_WORKERS, cores // max(1, sharing)))
 
     def _model(self, engine: Any, rank: int) -> Any:
         values = self._values(MODEL, rank)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ds_galore.checkpoint.codecs.base import Bits
 from ds_galore.checkpoint.errors import DamageError
+from ds_galore.errors import DsGaloreError
 from ds_galore.optim.optimizer import LowRankOptimizer
 from ds_galore.zero.binding import FlatParts, flat_parts, full_shape, inner_optimizer
 
@@ -225,6 +226,15 @@ def assemble(description: Mapping[str, Any], read: Callable[[str, int, int], tup
     DamageError
         If the description is impossible.
     """
+    try:
+        return _assembled(description, read)
+    except DsGaloreError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamageError(f"a state file describes a tensor as {description!r:.200}: {error}") from None
+
+
+def _assembled(description: Mapping[str, Any], read: Callable[[str, int, int], tuple[Bits, str]]) -> Tensor:
     dtype, shape = getattr(torch, str(description["dtype"]), None), [int(size) for size in description["shape"]]
     if not isinstance(dtype, torch.dtype):
         raise DamageError(f"a state file names the dtype {description['dtype']!r}")

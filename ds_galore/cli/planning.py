@@ -29,19 +29,14 @@ class _OneOf(click.Choice[str]):
     """A hyperparameter's words, which are looked up when they are needed: every command would wait for pydantic."""
 
     def __init__(self, key: str) -> None:
-        super().__init__(())
-        self._key = key
+        self._key, self.case_sensitive = key, True
 
-    def __getattribute__(self, name: str) -> Any:
-        if name == "choices":
-            from ds_galore import parameters
+    @property
+    def choices(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The words."""
+        from ds_galore.parameters import choices
 
-            return tuple(parameters.choices(self._key))
-        return super().__getattribute__(name)
-
-
-def _one_of(key: str) -> click.Choice[str]:
-    return _OneOf(key)
+        return tuple(choices(self._key))
 
 
 @click.command()
@@ -56,28 +51,28 @@ def _one_of(key: str) -> click.Choice[str]:
 @click.option("--rank", type=click.IntRange(min=1), help="Of the projection. [the configuration's, or 128]")
 @click.option(
     "--proj-type",
-    type=_one_of("proj_type"),
+    type=_OneOf("proj_type"),
     help="Side of the projection. [the configuration's, or right; std with --params alone]",
 )
 @click.option(
     "--refresh",
-    type=_one_of("refresh"),
+    type=_OneOf("refresh"),
     help="How a basis is found; random keeps no projectors. [subspace]",
 )
-@click.option("--moment-dtype", type=_one_of("moment_dtype"), help="Of moments. [the states' precision]")
+@click.option("--moment-dtype", type=_OneOf("moment_dtype"), help="Of moments. [the states' precision]")
 @click.option(
     "--unprojected-moment-dtype",
-    type=_one_of("moment_dtype"),
+    type=_OneOf("moment_dtype"),
     help="Of moments of embeddings, head and norms. [as --moment-dtype]",
 )
 @click.option(
     "--projector-dtype",
-    type=_one_of("projector_dtype"),
+    type=_OneOf("projector_dtype"),
     help="Of projectors. [fp32; int8 of galore_adamw_8bit]",
 )
 @click.option(
     "--projector-storage",
-    type=_one_of("projector_storage"),
+    type=_OneOf("projector_storage"),
     help="Right projectors on all ranks, or in parts. [auto]",
 )
 @click.option(

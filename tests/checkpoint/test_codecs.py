@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -24,6 +25,7 @@ from ds_galore.checkpoint.codecs import (
     decode,
     encode,
 )
+from ds_galore.checkpoint.codecs.base import decompress
 from ds_galore.checkpoint.codecs.lowrank import _predict
 from ds_galore.checkpoint.codecs.planes import difference, ordered, restored, unordered
 
@@ -256,6 +258,31 @@ def test_of_a_large_array_the_encoding_that_is_best_on_a_part_is_the_best_of_all
     for codec in LOSSLESS.values():
         other = codec.encode(whole, reference, floating=True, compressor=ZSTD)
         assert other is None or best.nbytes <= other.nbytes
+
+
+def test_repetitions_are_looked_for_where_they_are_and_not_among_exponents():
+    generator = np.random.default_rng(0)
+    exponents = (generator.standard_normal(2**18).astype("f4").view("u4") >> 23).astype("u1")
+    repeated = np.tile(generator.integers(0, 256, 5000, dtype="u1"), 60)
+    mixed = np.concatenate([exponents[: 2**16], repeated[: 2**16]])
+    for level in (1, 3):
+        plain = zstandard.ZstdCompressor(level=level, write_checksum=True)
+        ours = Compressor("zstd", level)
+        sizes = {
+            name: (ours.compress(data).size, len(plain.compress(data.data)))
+            for name, data in (
+                ("exponents", exponents),
+                ("repeated", repeated),
+                ("short", repeated[:20000]),
+                ("one", exponents[:1]),
+            )
+        }
+        assert sizes["exponents"][0] < 0.95 * sizes["exponents"][1]
+        assert all(found <= usual for found, usual in sizes.values()), sizes
+        for data in (exponents, repeated, mixed):
+            frame = ours.compress(data)
+            assert zstandard.get_frame_parameters(frame.data).has_checksum
+            assert np.array_equal(decompress(frame, data.size), data)
 
 
 def test_lz4_gives_the_same_bits_and_damage_to_it_is_told():

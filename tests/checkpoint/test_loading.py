@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ds_galore.checkpoint.errors import DamageError
+from ds_galore.checkpoint.loading import PreparedLoad
+from ds_galore.checkpoint.reader import CheckpointReader
 from ds_galore.checkpoint.store import CheckpointStore
 from tests import jobs
 from tests.checkpoint.engines import ADAMW, BATCH, BF16, assert_same, contents, logical, make, masters, save
@@ -192,6 +196,58 @@ def test_a_moved_run_can_be_moved_back_and_other_sub_groups_are_no_obstacle(pool
     pool.run(3, move, str(tmp_path / "2"), str(tmp_path / "3"), GALORE, {"zero": {"sub_group_size": 1000}})
     pool.run(2, move, str(tmp_path / "3"), str(tmp_path / "back"), GALORE, {"zero": {"sub_group_size": 2000}})
     assert contents(tmp_path / "back" / "moved") == saved
+
+
+def readers(directory: str) -> dict[str, set[str]]:
+    """By how many ranks share the host, the threads in which a rank reads a checkpoint."""
+    found = {}
+    for ranks, variable in ((1, "LOCAL_WORLD_SIZE"), (1, "LOCAL_SIZE"), (4096, "LOCAL_WORLD_SIZE")):
+        engine, names, read = make(GALORE), set(), PreparedLoad._read
+
+        def noting(*given: Any, names: set[str] = names, read: Any = read) -> Any:
+            names.add(threading.current_thread().name)
+            return read(*given)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+            patch.setenv(variable, str(ranks))
+            patch.setattr(PreparedLoad, "_read", noting)
+            engine.load_checkpoint(directory, tag="moved")
+        found[f"{variable} {ranks}"] = names
+    return found
+
+
+def test_a_rank_that_has_cores_to_itself_reads_in_threads(pool, tmp_path):
+    pool.run(1, write, str(tmp_path), GALORE, {})
+    found = pool.run(1, readers, str(tmp_path))[0]
+    assert found.pop("LOCAL_WORLD_SIZE 4096") == {"MainThread"}
+    assert not any("MainThread" in names for names in found.values())
+
+
+@pytest.mark.parametrize("codec", ["planes", "lowrank", "same"])
+def test_a_damaged_base_is_named_although_only_its_difference_is_checked(pool, tmp_path, codec):
+    pool.run(1, write, str(tmp_path), GALORE, {})
+    reader = CheckpointReader(tmp_path / "moved")
+    older, base = reader.manifest.files[0][0].name, CheckpointReader(tmp_path / "base")
+    bases = {each.name: (index, each) for index, each in enumerate(base.file(0).entries) if each.parts}
+    entry = next(
+        each
+        for each in reader.file(0).entries
+        if each.codec == codec and (each.params.get("base") or codec != "planes") and each.name in bases
+    )
+    index, held = bases[entry.name]
+    # Damage to a raw plane is for digests alone to find.
+    part = next((each for each in held.parts if each.endswith("r")), held.parts[0])
+    begin, end, _ = base.file(0)._parts[f"{index}/{part}"]
+    for path in (tmp_path / "moved" / older, tmp_path / "base" / older):
+        path.chmod(0o644)
+    with (tmp_path / "moved" / older).open("r+b") as file:
+        file.seek((begin + end) // 2)
+        byte = file.read(1)[0]
+        file.seek((begin + end) // 2)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(DamageError, match=f"{older}: {entry.name}"):
+        CheckpointReader(tmp_path / "moved").bits(entry.name)
 
 
 def test_without_zero_any_number_of_ranks_goes_on(pool, tmp_path):
