@@ -60,7 +60,7 @@ fuzz: $(VENV)/.dev
 crashtest: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/checkpoint -m crashtest -q
 
-test: lint typecheck docs unit
+test: lint typecheck docs unit bench-quick
 
 # A job of so many ranks, one thread each.
 JOB := PATH="$(abspath $(BIN)):$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/build/extensions" OMP_NUM_THREADS=1 $(BIN)/deepspeed --num_accelerators
