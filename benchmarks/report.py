@@ -66,31 +66,32 @@ def _head() -> Lined:
 
 def _sections(found: Found) -> Lined:
     sections: list[tuple[str, str, Callable[[Found], Lined]]] = [
-        ("step", "step.py", _step),
-        ("refresh", "refresh.py", _refresh),
-        ("zero-60m-", "zero.py", _zero),
-        ("zero-1b-", "zero.py", _zero),
-        ("planned", "planner.py --planned", lambda chosen: _traffic(chosen, found)),
-        ("memory-", "planner.py", lambda chosen: _memory(chosen, found)),
-        ("checkpoints-", "checkpoints.py", _checkpoint_bytes),
-        ("checkpoints-stall", "checkpoints.py", _stall),
-        ("checkpoints-load", "checkpoints.py", _load),
-        ("merge", "merge.py", _merge),
-        ("codecs", "codecs.py", _codecs),
-        ("loss", "quality.py", _loss),
-        ("growth", "growth.py", _growth),
-        ("gpu", "gpu_check.py", _gpu),
+        ("an optimizer's step (`step.py`)", "step", _step),
+        ("a basis refresh (`refresh.py`)", "refresh", _refresh),
+        ("steps and traffic at 60M (`zero.py`)", "zero-60m-", _zero),
+        ("steps and traffic at 1B (`zero.py`)", "zero-1b-", _zero),
+        ("the planner's figures (`planner.py --planned`)", "planned", lambda chosen: _traffic(chosen, found)),
+        ("memory (`planner.py`)", "memory-", lambda chosen: _memory(chosen, found)),
+        ("checkpoint bytes (`checkpoints.py`)", "checkpoints-", _checkpoint_bytes),
+        ("saves (`checkpoints.py --row stall`)", "checkpoints-stall", _stall),
+        ("loads (`checkpoints.py --row load`)", "checkpoints-load", _load),
+        ("merging (`merge.py`)", "merge", _merge),
+        ("codecs (`codecs.py`)", "codecs", _codecs),
+        ("loss at equal tokens (`quality.py`)", "loss", _loss),
+        ("growth (`growth.py`)", "growth", _growth),
+        ("one GPU (`gpu_check.py`)", "gpu", _gpu),
     ]
     absent = []
-    for prefix, script, section in sections:
+    for title, prefix, section in sections:
         chosen = {name: each for name, each in found.items() if name.startswith(prefix)}
+        if section is _checkpoint_bytes:  # of the rows that go by this prefix, those that measure it
+            chosen = {name: each for name, each in chosen.items() if "difference" in each["found"]}
         if chosen:
             yield from section(chosen)
         else:
-            absent.append(script)
+            absent.append(title)
     if absent:
-        yield f"Not measured here: {', '.join(f'`benchmarks/{script}`' for script in dict.fromkeys(absent))}."
-        yield ""
+        yield from _said(f"Not measured here: {', '.join(absent)}.")
 
 
 def _machine(found: Found) -> Lined:
@@ -309,9 +310,14 @@ def _traffic(found: Found, measured: Found) -> Lined:
         rows.append([{"llama_1b": "llama_1b, whole"}.get(job, f"{job}, as above"), *cells])
     yield from _table(["sharded projectors", *(f"{world} ranks" for world in worlds)], rows)
     most = max(100 * each["low_rank"] / each["zero"] for each in planned["llama_1b"]["sharded"].values())
+    shape = json.loads((ROOT / "configs" / "models" / "llama_1b.json").read_text())
+    shared = 3 * 512 * 4 * 7 * int(shape["num_hidden_layers"])  # 3 r numbers a matrix, seven matrices a layer
+    bound = 100 * max(shared / each["zero"] for each in planned["llama_1b"]["replicated"].values())
     yield from _said(
         f"The most at 1B, on any number of ranks: {_judged('traffic of llama_1b by the model', most, 10, unit='%')} of"
-        " ZeRO-3's; with replicated projectors, nothing but the flag that says whether all is finite."
+        " ZeRO-3's. With replicated projectors the model has none; what is sent are flags, and the sums of a row that"
+        " lies on two ranks, at most 3 r numbers a matrix and rank:"
+        f" {_judged('traffic of llama_1b, replicated, at most', bound, 0.1, unit='%')}."
     )
 
 
@@ -376,9 +382,7 @@ def _ranks(world: int) -> str:
 
 
 def _checkpoint_bytes(found: Found) -> Lined:
-    chosen = {name: each["found"] for name, each in found.items() if "difference" in each["found"]}
-    if not chosen:
-        return
+    chosen = {name: each["found"] for name, each in found.items()}
     titles = {
         "galore": "GaLore, no refresh between",
         "staggered": "GaLore, staggered refresh every 200 steps",
@@ -389,16 +393,16 @@ def _checkpoint_bytes(found: Found) -> Lined:
     yield "## Checkpoint bytes"
     yield ""
     yield from _said(
-        "A Llama of hidden 512, 8 layers, byte vocabulary, 2 ranks, fp32: a full checkpoint after 200 steps, a "
-        "differential "
-        "one after 50 more; MB of all files. DCP is torch.distributed.checkpoint."
+        "A Llama of hidden 512, 8 layers, byte vocabulary, 2 ranks, fp32: a full checkpoint after some steps, a"
+        " differential one after some more; MB of all files. DCP is torch.distributed.checkpoint."
     )
     rows = []
     of_adamw = chosen.get("checkpoints-adamw", {}).get("native")
     for name, each in chosen.items():
         others = each["others"]
         ratio = f"{of_adamw / each['difference']:.2f}x" if of_adamw else "-"
-        row = [titles[each["row"]], _mega(each["full"]), f"**{_mega(each['difference'])}**", _mega(each["native"])]
+        title = f"{titles[each['row']]}, {each['steps']} + {each['gap']} steps"
+        row = [title, _mega(each["full"]), f"**{_mega(each['difference'])}**", _mega(each["native"])]
         rows.append([*row, *(_mega(size) for size in others.values()), ratio])
         limit = {"galore": 4, "staggered": 4, "decay": 4, "8bit": 6}.get(each["row"])
         if of_adamw and limit:
