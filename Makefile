@@ -12,7 +12,7 @@ WORKERS ?= 2
 DEEPSPEEDS ?= 0.18.9 0.17.6
 CONFIG ?= configs/zero3_galore.json
 
-.PHONY: train test lint typecheck docs unit compat crashtest fuzz bench bench-quick quality clean
+.PHONY: train test lint typecheck docs operator unit compat crashtest fuzz bench bench-quick quality clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -60,7 +60,16 @@ fuzz: $(VENV)/.dev
 crashtest: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/checkpoint -m crashtest -q
 
-test: lint typecheck docs unit bench-quick
+# What DeepSpeed compiles at its first start on CPUs, for all the tests that start jobs.
+operator: $(VENV)/.dev
+	TORCH_EXTENSIONS_DIR="$(CURDIR)/build/extensions" PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -c \
+		'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load()' >/dev/null
+
+# The first four have a core each.
+test: $(VENV)/.dev
+	$(MAKE) --jobs 2 --output-sync=target lint typecheck docs operator
+	$(MAKE) unit
+	$(MAKE) bench-quick
 
 # A job of so many ranks, one thread each.
 JOB := PATH="$(abspath $(BIN)):$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/build/extensions" OMP_NUM_THREADS=1 $(BIN)/deepspeed --num_accelerators

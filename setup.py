@@ -30,6 +30,8 @@ setup(
         "safetensors>=0.4",
         "ml_dtypes>=0.3",
         "threadpoolctl>=3.0",
+        "wrapt>=1.15",
+        "xxhash>=3.0",
     ],
     extras_require={
         "deepspeed": ["deepspeed>=0.17.6,<0.20"],

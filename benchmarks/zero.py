@@ -51,6 +51,10 @@ def main() -> None:
 
     import ds_galore
 
+    if options.quick:  # Muon's Adam would be compiled for a minute; DeepSpeed then takes an own one
+        from deepspeed.ops.op_builder import FusedAdamBuilder
+
+        FusedAdamBuilder.is_compatible = lambda *_: False
     ds_galore.enable()
     deepspeed.init_distributed("gloo", verbose=False)
     name, rank = SHAPES[options.shape]

@@ -9,13 +9,13 @@ is refused. Without DeepSpeed everything stays as it was. Seen in transformers 5
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import wrapt
 from torch import nn
 
 from ds_galore.checkpoint.loading import is_placeholder
@@ -38,22 +38,30 @@ RENAMED: Mapping[str, str] = {"proj": "refresh", "scale_type": "scaling"}
 #: The Trainer's default of ``adam_epsilon``, which it does not hand to galore-torch.
 ADAM_EPSILON = 1e-8
 _MARK = "_ds_galore_wrapped"
+_EXPECTED: set[str] = set()  # modules that are to be changed when they are imported
 
 
 def register() -> None:
-    """Register everything, once; nothing is imported that is not installed."""
-    if importlib.util.find_spec("accelerate") is not None:
-        _keep_ours_under_offload()
-    if importlib.util.find_spec("transformers") is not None:
-        _take_names()
-        _refuse_conflicts()
-        _refuse_unfinished()
+    """Register everything, once, when the modules are imported that it concerns, or now where they are.
+
+    Nothing is imported here: of a job that uses neither the Trainer nor accelerate they would be half of the start.
+    """
+    _when_imported("accelerate.accelerator", _keep_ours_under_offload)
+    _when_imported("transformers.trainer_optimizer", _take_names)
+    _when_imported("transformers.integrations.deepspeed", _refuse_conflicts)
+    _when_imported("transformers.trainer_utils", _refuse_unfinished)
 
 
-def _keep_ours_under_offload() -> None:
+def _when_imported(name: str, change: Callable[[Any], None]) -> None:
+    if name in sys.modules:
+        change(sys.modules[name])
+    elif name not in _EXPECTED:
+        _EXPECTED.add(name)
+        wrapt.register_post_import_hook(change, name)
+
+
+def _keep_ours_under_offload(module: Any) -> None:
     """Keep accelerate from putting its CPU Adam in place of an optimizer of ours where the optimizer is offloaded."""
-    from accelerate import accelerator as module
-
     original = getattr(module, "map_pytorch_optim_to_deepspeed", None)
     if original is None or hasattr(original, _MARK):
         return
@@ -75,10 +83,8 @@ def _keep_ours_under_offload() -> None:
 # ---------------------------------------------------------------------- the Trainer's names
 
 
-def _take_names() -> None:
-    from transformers import trainer_optimizer
-
-    handlers = trainer_optimizer._OPTIMIZER_HANDLERS
+def _take_names(module: Any) -> None:
+    handlers = module._OPTIMIZER_HANDLERS
     for name in NAMES:
         original = handlers.get(name)
         if original is not None and not hasattr(original, _MARK):
@@ -159,10 +165,8 @@ def _make(model: nn.Module, *, kind: type[LowRankOptimizer], decay: float, value
     return kind(groups, model=model, **values)
 
 
-def _refuse_conflicts() -> None:
+def _refuse_conflicts(module: Any) -> None:
     """Refuse an optimizer in the DeepSpeed configuration beside one of the names, which the Trainer would ignore."""
-    from transformers.integrations import deepspeed as module
-
     original = module.deepspeed_optim_sched
     if hasattr(original, _MARK):
         return
@@ -188,11 +192,9 @@ def _refuse_conflicts() -> None:
 # ---------------------------------------------------------------------- the Trainer's newest checkpoint
 
 
-def _refuse_unfinished() -> None:
+def _refuse_unfinished(module: Any) -> None:
     """Refuse, in what ``resume_from_checkpoint=True`` looks for, a newest directory of ours that is not complete."""
-    from transformers import trainer_utils
-
-    original = trainer_utils.get_last_checkpoint
+    original = module.get_last_checkpoint
     if not hasattr(original, _MARK):
 
         @functools.wraps(original)
@@ -203,10 +205,10 @@ def _refuse_unfinished() -> None:
             return found
 
         setattr(newest, _MARK, True)
-        trainer_utils.get_last_checkpoint = newest
+        module.get_last_checkpoint = newest
     trainer = sys.modules.get("transformers.trainer")
     if trainer is not None:
-        vars(trainer)["get_last_checkpoint"] = trainer_utils.get_last_checkpoint
+        vars(trainer)["get_last_checkpoint"] = module.get_last_checkpoint
 
 
 def _check_complete(directory: Path) -> None:

@@ -7,6 +7,8 @@ and keeps working for a while under its old name.
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -269,3 +271,29 @@ def test_commands_and_options_are_these():
         assert {"--json", "--quiet", "-q"} <= {opt for each in command.params for opt in each.opts}, name
         assert command.help, name
     assert [each.opts for each in main.params] == [["--version"], ["--debug"]]
+
+
+_LAZY = """
+import sys
+
+import ds_galore
+
+ds_galore.enable()
+print(sorted({"accelerate", "transformers", "peft"} & {name.partition(".")[0] for name in sys.modules}))
+from accelerate import accelerator
+from transformers import trainer, trainer_optimizer
+from transformers.integrations import deepspeed
+
+ours = [
+    accelerator.map_pytorch_optim_to_deepspeed,
+    deepspeed.deepspeed_optim_sched,
+    trainer.get_last_checkpoint,
+    trainer_optimizer._OPTIMIZER_HANDLERS["galore_adamw"],
+]
+print([hasattr(each, "_ds_galore_wrapped") for each in ours])
+"""
+
+
+def test_what_a_job_does_not_use_is_not_imported_and_changed_when_it_is():
+    done = subprocess.run([sys.executable, "-c", _LAZY], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-2:] == ["[]", "[True, True, True, True]"]

@@ -6,7 +6,6 @@ Imports NumPy, safetensors and the codecs.
 from __future__ import annotations
 
 import builtins
-import hashlib
 import json
 import math
 import os
@@ -20,24 +19,27 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ds_galore.checkpoint.codecs import Encoded
-from ds_galore.checkpoint.codecs.base import Bits, Bytes
+from ds_galore.checkpoint.codecs.base import Bytes
+from ds_galore.checkpoint.digests import PREFIX, Digest, small_digest
 from ds_galore.checkpoint.errors import DamageError, FormatError
 from ds_galore.checkpoint.scratch import Kept, KeptEncoded
 
 __all__ = [
     "DTYPES",
     "FORMAT",
+    "READABLE",
     "VERSION",
     "DataFile",
     "Entry",
     "FileRecord",
-    "digest_of",
     "replace_file",
     "write_data_file",
 ]
 
 FORMAT = "ds_galore.checkpoint"
-VERSION = 1
+VERSION = 2
+#: Versions that this program reads; in version 1 all digests are BLAKE2b's.
+READABLE = (1, 2)
 #: Bytes of an element by safetensors' dtype name, and which are floating-point.
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1} | {
     "U64": 8,
@@ -47,7 +49,11 @@ DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2,
     "BOOL": 1,
 }
 MAX_ELEMENTS = 2**40
-_CHUNK = 2**22
+
+
+def reads() -> str:
+    """What to say where a version is none of :data:`READABLE`."""
+    return f"this program reads versions {' and '.join(map(str, READABLE))}"
 
 
 @dataclass(frozen=True)
@@ -99,24 +105,11 @@ class FileRecord:
     header: str = ""
 
     @classmethod
-    def of(cls, name: str, data: builtins.bytes) -> FileRecord:
-        """The record of a file that holds ``data``."""
-        return cls(name, len(data), hashlib.blake2b(data, digest_size=16).hexdigest())
-
-
-def digest_of(bits: Bits) -> str:
-    """The digest of an array's little-endian bytes."""
-    little = np.ascontiguousarray(bits.astype(bits.dtype.newbyteorder("<"), copy=False))
-    return hashlib.blake2b(little.view(np.uint8).data, digest_size=16).hexdigest()
-
-
-def file_digest(path: Path) -> str:
-    """The digest of a whole file."""
-    state = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        while block := file.read(_CHUNK):
-            state.update(block)
-    return state.hexdigest()
+    def of(cls, name: str, data: builtins.bytes, like: str = PREFIX) -> FileRecord:
+        """The record of a file that holds ``data``, its digest of the kind of ``like``."""
+        state = Digest(like)
+        state.update(data)
+        return cls(name, len(data), state.text)
 
 
 def sync_directory(path: Path) -> None:
@@ -128,8 +121,12 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_file(path: Path, blocks: Iterable[bytes | memoryview], *, mode: int = 0o644) -> FileRecord:
+def replace_file(
+    path: Path, blocks: Iterable[bytes | memoryview], *, mode: int = 0o644, like: str = PREFIX
+) -> FileRecord:
     """Write a file so that its name holds either what it held before or all of ``blocks``, durably.
+
+    The digest in its record is of the kind of ``like``.
 
     Raises
     ------
@@ -137,7 +134,7 @@ def replace_file(path: Path, blocks: Iterable[bytes | memoryview], *, mode: int 
         If it cannot be written; the temporary file is then gone.
     """
     temporary = path.with_name(f".writing-{os.getpid()}-{path.name}")
-    state, size = hashlib.blake2b(digest_size=16), 0
+    state, size = Digest(like), 0
     try:
         with temporary.open("wb") as file:
             for block in blocks:
@@ -152,7 +149,7 @@ def replace_file(path: Path, blocks: Iterable[bytes | memoryview], *, mode: int 
         temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
-    return FileRecord(path.name, size, state.hexdigest())
+    return FileRecord(path.name, size, state.text)
 
 
 def write_data_file(path: Path, shards: Iterable[tuple[Entry, Encoded | KeptEncoded]]) -> FileRecord:
@@ -195,8 +192,7 @@ def write_data_file(path: Path, shards: Iterable[tuple[Entry, Encoded | KeptEnco
         for data in parts:
             yield (data.elements(0, data.size) if isinstance(data, Kept) else np.ascontiguousarray(data)).data
 
-    header_digest = hashlib.blake2b(head, digest_size=16).hexdigest()
-    return replace(replace_file(path, blocks(), mode=0o444), header=header_digest)
+    return replace(replace_file(path, blocks(), mode=0o444), header=small_digest(head))
 
 
 class DataFile:
@@ -226,7 +222,7 @@ class DataFile:
             if length > size:
                 raise DamageError(f"{path}: its header claims {length} bytes, more than the file has")
             head = os.pread(self._descriptor, 8 + length, 0)
-            if hashlib.blake2b(head, digest_size=16).hexdigest() != header:
+            if small_digest(head) != header:
                 raise DamageError(f"{path}: its header is not what was written (its digest differs)")
             opened: Any = safe_open
             file = opened(str(path), framework="numpy")  # which checks the header
@@ -240,10 +236,8 @@ class DataFile:
             raise DamageError(f"{path}: cannot be read: {error}") from None
         if metadata.get("format") != FORMAT:
             raise FormatError(f"{path}: is no data file of ds_galore (format {metadata.get('format')!r})")
-        if metadata.get("version") != str(VERSION):
-            raise FormatError(
-                f"{path}: has format version {metadata.get('version')!r}; this program reads version {VERSION}"
-            )
+        if metadata.get("version") not in [str(version) for version in READABLE]:
+            raise FormatError(f"{path}: has format version {metadata.get('version')!r}; {reads()}")
         try:
             table = json.loads(metadata.get("shards", ""))
             self.entries = [_entry(each) for each in table]

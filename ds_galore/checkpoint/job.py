@@ -26,7 +26,8 @@ from ds_galore.checkpoint.base import OpenBase
 from ds_galore.checkpoint.boards import Board
 from ds_galore.checkpoint.codecs import Compressor
 from ds_galore.checkpoint.codecs.base import Bits
-from ds_galore.checkpoint.files import FORMAT, VERSION, DataFile, FileRecord, digest_of, file_digest, sync_directory
+from ds_galore.checkpoint.digests import PREFIX, digest_of, file_digest
+from ds_galore.checkpoint.files import FORMAT, VERSION, DataFile, FileRecord, sync_directory
 from ds_galore.checkpoint.manifest import MANIFEST, Manifest
 from ds_galore.checkpoint.nodes import Nodes
 from ds_galore.checkpoint.pieces import MASTER, NAMES, Piece, StateMap, describe, to_bits
@@ -163,19 +164,22 @@ class SaveJob:
         ranges = [each for each in self.ranges if each.piece.frozen]
         if not ranges:
             return []
-        digests = {each.key: digest_of(self._bits(each)[0]) for each in ranges}
         for record in self.frozen:
             path = self.store.path(self.tag) / record.name
-            if file_digest(path) != record.digest:  # a full checkpoint must not build on what has rotted since
+            if (
+                file_digest(path, record.digest) != record.digest
+            ):  # a full checkpoint must not build on what has rotted since
                 continue
-            entries = DataFile(path, record.header).entries
-            if {(entry.name, entry.start): entry.digest for entry in entries} == digests:
+            held = {(entry.name, entry.start): entry.digest for entry in DataFile(path, record.header).entries}
+            if held.keys() == {each.key for each in ranges} and all(
+                digest_of(self._bits(each)[0], held[each.key]) == held[each.key] for each in ranges
+            ):
                 return self.frozen
 
         def shards() -> Iterator[Shard]:
             for each in ranges:
                 bits, dtype = self._bits(each)
-                yield Shard(each.piece.name, dtype, each.shape, each.key[1], bits, digest=digests[each.key])
+                yield Shard(each.piece.name, dtype, each.shape, each.key[1], bits)
 
         self.frozen = []
         return self._write(shards(), [], "frozen")
@@ -208,7 +212,8 @@ class SaveJob:
                 yield Shard(piece.name, dtype, shape, start, bits, lossy=int8)
                 continue
             digest = digest_of(bits)
-            if digest == held.digest and int8 is None:
+            equal = digest if held.digest.startswith(PREFIX) else digest_of(bits, held.digest)
+            if equal == held.digest and int8 is None:
                 yield Shard(piece.name, dtype, shape, start, bits, unchanged=True, digest=digest)
                 continue
             if lossy != "exact" or piece.name.endswith(FIRST_MOMENTS):

@@ -6,15 +6,15 @@ Imports the standard library and :mod:`.files`.
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ds_galore.checkpoint.digests import small_digest
 from ds_galore.checkpoint.errors import DamageError, FormatError, NotCommittedError
-from ds_galore.checkpoint.files import FORMAT, VERSION, FileRecord, replace_file
+from ds_galore.checkpoint.files import FORMAT, READABLE, VERSION, FileRecord, reads, replace_file
 
 __all__ = ["KINDS", "MANIFEST", "Manifest"]
 
@@ -141,10 +141,8 @@ class Manifest:
             raise DamageError(f"{path}: is damaged: {error}") from None
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise FormatError(f"{path}: is no manifest of ds_galore")
-        if values.get("version") != VERSION:
-            raise FormatError(
-                f"{path}: has format version {values.get('version')!r}; this program reads version {VERSION}"
-            )
+        if values.get("version") not in READABLE:
+            raise FormatError(f"{path}: has format version {values.get('version')!r}; {reads()}")
         claimed = values.pop("digest", None)
         if claimed != _digest(values):
             raise DamageError(f"{path}: is damaged: its digest does not fit")
@@ -182,4 +180,4 @@ def _record(value: Any) -> FileRecord:
 
 def _digest(values: Mapping[str, Any]) -> str:
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return small_digest(text.encode())

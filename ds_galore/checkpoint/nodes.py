@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from ds_galore.checkpoint.boards import NetworkBoard, serve
+from ds_galore.checkpoint.digests import file_digest
 from ds_galore.checkpoint.errors import DamageError, NotCommittedError
-from ds_galore.checkpoint.files import FileRecord, file_digest, replace_file
+from ds_galore.checkpoint.files import FileRecord, replace_file
 from ds_galore.checkpoint.manifest import Manifest
 from ds_galore.checkpoint.store import CheckpointStore
 from ds_galore.errors import ConfigError, DsGaloreError
@@ -183,7 +184,8 @@ class Nodes:
         if not held:
             with guard:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                written = replace_file(path, sent, mode=0o444 if path.suffix == ".safetensors" else 0o644)
+                mode = 0o444 if path.suffix == ".safetensors" else 0o644
+                written = replace_file(path, sent, mode=mode, like=record.digest)
                 if written.digest != record.digest:
                     path.unlink()
                     raise DamageError(
@@ -218,6 +220,6 @@ def _is_there(directory: Path, record: FileRecord) -> bool:
     """Whether a file is there as it was written; one that has rotted, or is of an older save, is brought anew."""
     path = directory / record.name
     try:
-        return path.stat().st_size == record.bytes and file_digest(path) == record.digest
+        return path.stat().st_size == record.bytes and file_digest(path, record.digest) == record.digest
     except OSError:
         return False

@@ -251,6 +251,8 @@ def _assembled(description: Mapping[str, Any], read: Callable[[str, int, int], t
         known = max(known, offset + numel)
         bits, found = read(name, start * scale, (start + numel) * scale)
         source = _DTYPES.get(found)
+        if source == dtype and numel == flat.numel() and bits.flags.writeable:  # all of it: no copy is needed
+            return _from_bits(bits, source).view(shape)
         if source is not None and source != dtype and source.is_floating_point and dtype.is_floating_point:
             flat[offset : offset + numel] = _from_bits(bits, source).to(dtype)
             continue

@@ -17,8 +17,9 @@ import numpy.typing as npt
 
 from ds_galore.checkpoint.codecs import Reference, decode
 from ds_galore.checkpoint.codecs.base import Bits, CodecError
+from ds_galore.checkpoint.digests import digest_of, file_digest
 from ds_galore.checkpoint.errors import DamageError, FormatError
-from ds_galore.checkpoint.files import DTYPES, FORMAT, VERSION, DataFile, Entry, FileRecord, digest_of, file_digest
+from ds_galore.checkpoint.files import DTYPES, FORMAT, READABLE, DataFile, Entry, FileRecord, reads
 from ds_galore.checkpoint.manifest import Manifest
 
 __all__ = ["CheckpointReader", "LogicalTensor"]
@@ -191,7 +192,7 @@ class CheckpointReader:
                 raise
         except CodecError as error:
             raise DamageError(f"{where}: {error}") from None
-        if check and digest_of(bits) != entry.digest:
+        if check and digest_of(bits, entry.digest) != entry.digest:
             self._reference(rank, depth, entry, check=True)  # which names what it finds damaged there
             raise DamageError(f"{where}: the decoded data are not those that were written")
         return bits
@@ -269,7 +270,7 @@ class CheckpointReader:
             data = path.read_bytes()
         except OSError as error:
             raise DamageError(f"{path}: cannot be read: {error.strerror}") from None
-        if (len(data), FileRecord.of(record.name, data).digest) != (record.bytes, record.digest):
+        if (len(data), FileRecord.of(record.name, data, record.digest).digest) != (record.bytes, record.digest):
             raise DamageError(f"{path}: is not what was written")
         try:
             values = json.loads(data)
@@ -279,8 +280,8 @@ class CheckpointReader:
             values["state"]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise DamageError(f"{path}: is no state file: {error}") from None
-        if found != (FORMAT, VERSION):
-            raise FormatError(f"{path}: is of another format or version: {found}")
+        if found not in [(FORMAT, version) for version in READABLE]:
+            raise FormatError(f"{path}: is of another format or version: {found}; {reads()}")
         return values
 
     def held_by(self, rank: int) -> Mapping[tuple[str, int, int], Entry]:
@@ -353,7 +354,7 @@ class CheckpointReader:
         if not quick:
             for record in list(self.manifest.records())[part - 1 :: parts]:
                 try:
-                    if file_digest(self.directory / record.name) != record.digest:
+                    if file_digest(self.directory / record.name, record.digest) != record.digest:
                         problems.append(f"{self.directory / record.name}: is not what was written (its digest differs)")
                 except OSError as error:
                     problems.append(f"{self.directory / record.name}: cannot be read: {error.strerror}")

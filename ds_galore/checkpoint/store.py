@@ -21,6 +21,7 @@ from typing import Any
 from ds_galore.checkpoint.codecs import CODECS, ZSTD, Compressor, Encoded, Reference, decode, encode
 from ds_galore.checkpoint.codecs.base import Bits
 from ds_galore.checkpoint.codecs.same import SameCodec
+from ds_galore.checkpoint.digests import digest_of, file_digest
 from ds_galore.checkpoint.errors import DamageError, FormatError, NotCommittedError
 from ds_galore.checkpoint.files import (
     DTYPES,
@@ -28,8 +29,6 @@ from ds_galore.checkpoint.files import (
     VERSION,
     Entry,
     FileRecord,
-    digest_of,
-    file_digest,
     replace_file,
     sync_directory,
     write_data_file,
@@ -247,7 +246,7 @@ class CheckpointStore:
         for record in wanted:
             source, target = place / record.name, directory / record.name
             if source.parent.resolve() != directory.resolve():
-                if target.exists() and file_digest(target) != record.digest:
+                if target.exists() and file_digest(target, record.digest) != record.digest:
                     target = self._free_name(directory, record.name.removesuffix(".safetensors"), ".safetensors")
                 if not target.exists():
                     self._link_or_copy(source, target, record)
@@ -268,7 +267,7 @@ class CheckpointStore:
                     error.strerror,
                 )
             with source.open("rb") as file:
-                copied = replace_file(target, iter(lambda: file.read(2**22), b""), mode=0o444)
+                copied = replace_file(target, iter(lambda: file.read(2**22), b""), mode=0o444, like=record.digest)
             if copied.digest != record.digest:
                 target.unlink()
                 raise DamageError(f"{source}: is not what was written (its digest differs)") from None

@@ -367,7 +367,7 @@ def edit(directory: Path, changes: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"version": 2}, FormatError, "has format version 2; this program reads version 1"),
+        ({"version": 3}, FormatError, "has format version 3; this program reads versions 1 and 2"),
         ({"format": "zip"}, FormatError, "is no manifest of ds_galore"),
         ({"kind": "partial"}, DamageError, "impossible kind"),
         ({"world_size": 3}, DamageError, "number of ranks"),

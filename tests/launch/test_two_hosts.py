@@ -150,13 +150,18 @@ def finish(jobs: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     return found
 
 
-def test_a_job_over_two_hosts_loses_one_and_goes_on_exactly(pool, tmp_path, hosts):
-    given = [*arguments(tmp_path, "run"), "--steps", STEPS, "--save-every", "5", "--resume", "auto"]
-    whole = [str(tmp_path / "whole") if each == str(tmp_path / "run") else each for each in given]
-    assert pool.run(2, attempt, whole)[0][0] == 0
+@pytest.fixture(scope="module")
+def expected(pool, tmp_path_factory) -> dict[int, float]:
+    """By step, the losses of two ranks on one host, without an interruption."""
+    directory = tmp_path_factory.mktemp("expected")
+    status, output = pool.run(2, attempt, [*arguments(directory, "whole"), "--steps", STEPS])[0]
+    assert status == 0, output
     pool.close()
-    expected = dict(losses(tmp_path / "whole"))
+    return dict(losses(directory / "whole"))
 
+
+def test_a_job_over_two_hosts_loses_one_and_goes_on_exactly(expected, tmp_path, hosts):
+    given = [*arguments(tmp_path, "run"), "--steps", STEPS, "--save-every", "5", "--resume", "auto"]
     jobs = [start(number, by_torchrun(number, given)) for number in (0, 1)]
     until(tmp_path / "run", 12, jobs)
     kill(HOSTS[1])
@@ -182,17 +187,13 @@ def test_a_job_over_two_hosts_loses_one_and_goes_on_exactly(pool, tmp_path, host
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_on_storage_of_their_own_the_hosts_go_on(pool, tmp_path, hosts, ours):
+def test_on_storage_of_their_own_the_hosts_go_on(expected, tmp_path, hosts, ours):
     """With our checkpoints, and with DeepSpeed's."""
     local = {"checkpoint": {"use_node_local_storage": True}}
     given = arguments(tmp_path, "run", **local, **({} if ours else {"ds_galore": {}}))
     outputs = [tmp_path / "disk-0", tmp_path / "disk-1"]
     for output in outputs:
         output.mkdir()
-    whole = [str(tmp_path / "whole") if each == str(tmp_path / "run") else each for each in given]
-    assert pool.run(2, attempt, [*whole, "--steps", STEPS])[0][0] == 0
-    pool.close()
-    expected = dict(losses(tmp_path / "whole"))
     own = [
         [str(output) if each == str(tmp_path / "run") else each for each in [*given, "--steps", STEPS]]
         for output in outputs

@@ -50,21 +50,31 @@ def start(lowered: bool, optimizer: dict[str, Any], *, accumulation: int = 1, **
     return engine
 
 
+def losses_of(lowered: bool, steps: int, optimizer: dict[str, Any], **extra: Any) -> tuple[list[float], float]:
+    """By one path, the losses, and the norm of the last gradients."""
+    engine = start(lowered, optimizer, **extra)
+    losses = jobs.train(engine, jobs.batches(steps, BATCH))
+    return losses, float(engine.get_global_grad_norm())
+
+
 def both(steps: int, optimizer: dict[str, Any], **extra: Any) -> list[tuple[list[float], float]]:
-    """By path, the losses, and the norm of the last gradients."""
-    found = []
-    for lowered in (False, True):
-        engine = start(lowered, optimizer, **extra)
-        losses = jobs.train(engine, jobs.batches(steps, BATCH))
-        found.append((losses, float(engine.get_global_grad_norm())))
-    return found
+    """The same by either path."""
+    return [losses_of(lowered, steps, optimizer, **extra) for lowered in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def ordinary(pool) -> tuple[list[float], float]:
+    """The ordinary path on one rank, without accumulation; tests/optim/test_engine.py has it on others."""
+    losses, norm = pool.run(1, losses_of, False, 50, jobs.galore(**RANDOM))[0]
+    assert losses[-1] < 0.6 * losses[0]
+    return losses, norm
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_losses_are_those_of_the_ordinary_path(pool, ranks, accumulation):
-    (plain, norm), (lowered, estimated) = pool.run(ranks, both, 50, jobs.galore(**RANDOM), accumulation=accumulation)[0]
-    assert plain[-1] < 0.6 * plain[0]
+def test_losses_are_those_of_the_ordinary_path(pool, ordinary, ranks, accumulation):
+    plain, norm = ordinary
+    lowered, estimated = pool.run(ranks, losses_of, True, 50, jobs.galore(**RANDOM), accumulation=accumulation)[0]
     assert max(abs(a - b) for a, b in zip(plain, lowered, strict=True)) < (1e-5 if accumulation == 1 else 1e-3)
     assert estimated == pytest.approx(norm, rel=1e-5 if accumulation == 1 else 0.03)
 
