@@ -2,12 +2,14 @@
 
     .venv/bin/python benchmarks/report.py
 
-A target that is missed is told with its figure. What has not been measured is left out, and said so.
+A target that is missed is told with its figure. A section of which nothing lies in runs/bench stays as the page has it,
+with its days; one that was never measured is named at the end.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
 import textwrap
@@ -22,6 +24,9 @@ FIGURES = ROOT / "docs" / "figures"
 #: What ``quality.py`` left.
 LOSSES = ROOT / "runs" / "quality.jsonl"
 MISSING: list[str] = []
+#: What a section of the page begins with, and a target in it that is missed.
+MARK, MISSED = "<!-- measured: {} -->", "<!-- missed: {} -->"
+LAST = "## On what"
 
 Found = dict[str, Any]
 Lined = Iterator[str]
@@ -36,14 +41,22 @@ def main() -> int:
     if LOSSES.exists():
         lines = [json.loads(line) for line in LOSSES.read_text().splitlines()]
         found["loss"] = {"found": [line for line in lines if line["name"] == "tiny"]}
-    MISSING.clear()
-    sections = list(_sections(found))
-    PAGE.write_text("\n".join([*_head(), *sections, *_machine(found)]).rstrip() + "\n")
-    print(f"{PAGE}: of {', '.join(found)}; missed: {'; '.join(MISSING) or 'nothing'}")
+    before = PAGE.read_text() if PAGE.exists() else ""
+    sections, missed, kept = _sections(found, _blocks(before))
+    PAGE.write_text("\n".join([*_head(missed), *sections, *_machine(found, before, kept)]).rstrip() + "\n")
+    print(
+        f"{PAGE}: of {', '.join(found)}; kept: {', '.join(kept) or 'nothing'}; missed: {'; '.join(missed) or 'nothing'}"
+    )
     return 0
 
 
-def _head() -> Lined:
+def _blocks(page: str) -> dict[str, str]:
+    """By what was measured, the sections of the page as it is."""
+    parts = re.split(MARK.format("(.+)"), page.partition(f"{LAST}\n")[0].partition("\nNot measured here: ")[0])
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def _head(missed: Sequence[str]) -> Lined:
     yield "# Benchmarks beside others"
     yield ""
     yield from _said(
@@ -55,16 +68,17 @@ def _head() -> Lined:
         "of each, and "
         "what was changed for it."
     )
-    if MISSING:
+    if missed:
         yield "Missed targets:"
         yield ""
-        yield from (f"- {line}" for line in MISSING)
+        yield from (f"- {line}" for line in missed)
     else:
         yield "No target is missed."
     yield ""
 
 
-def _sections(found: Found) -> Lined:
+def _sections(found: Found, before: dict[str, str]) -> tuple[list[str], list[str], list[str]]:
+    """The lines of all sections, the targets that are missed, and what is kept of the page as it was."""
     sections: list[tuple[str, str, Callable[[Found], Lined]]] = [
         ("an optimizer's step (`step.py`)", "step", _step),
         ("a basis refresh (`refresh.py`)", "refresh", _refresh),
@@ -81,37 +95,53 @@ def _sections(found: Found) -> Lined:
         ("growth (`growth.py`)", "growth", _growth),
         ("one GPU (`gpu_check.py`)", "gpu", _gpu),
     ]
-    absent = []
+    lines, missed, kept, absent = [], [], [], []
     for title, prefix, section in sections:
         chosen = {name: each for name, each in found.items() if name.startswith(prefix)}
         if section is _checkpoint_bytes:  # of the rows that go by this prefix, those that measure it
             chosen = {name: each for name, each in chosen.items() if "difference" in each["found"]}
+        MISSING.clear()
         if chosen:
-            yield from section(chosen)
+            own = [*"\n".join(section(chosen)).strip().splitlines(), "", *(MISSED.format(each) for each in MISSING)]
+        elif prefix in before:
+            own = before[prefix].strip().splitlines()
+            kept.append(prefix)
         else:
             absent.append(title)
-    if absent:
-        yield from _said(f"Not measured here: {', '.join(absent)}.")
-
-
-def _machine(found: Found) -> Lined:
-    yield "## On what"
-    yield ""
-    versions: dict[str, set[str]] = {}
-    machines = set()
-    rows = []
-    for name, each in found.items():
-        if "command" not in each:
             continue
+        lines += [MARK.format(prefix), "", *own, *([""] if own[-1] else [])]
+        missed += [line for each in own for line in re.findall(MISSED.format("(.+)"), each)]
+    if absent:
+        lines += _said(f"Not measured here: {', '.join(absent)}.")
+    return lines, missed, kept
+
+
+def _machine(found: Found, before: str, kept: Sequence[str]) -> Lined:
+    yield LAST
+    yield ""
+    measured = {name: each for name, each in found.items() if "command" in each}
+    old = before.partition(f"{LAST}\n")[2]
+    rows = {
+        row[0]: row
+        for row in (line.strip("| ").split(" | ") for line in old.splitlines() if re.match(r"\| [a-z]\S* \| `", line))
+        if row[0].startswith(tuple(kept))
+    }
+    versions: dict[str, set[str]] = {}
+    if rows:  # measured with what the page says
+        for package, each in re.findall(r"([\w-]+) (\d\S*(?: and \d\S*)*?)(?=, |\n)", old):
+            versions.setdefault(package, set()).update(each.split(" and "))
+        versions.pop("cores", None)
+    machines = set()
+    for name, each in measured.items():
         for package, version in each["versions"].items():
             versions.setdefault(package, set()).add(version)
         machines.add(f"{each['cores']} cores, {each['cpu']}")
-        rows.append([name, f"`{each['command']}`", each["day"]])
+        rows[name] = [name, f"`{each['command']}`", each["day"]]
     yield f"{'; '.join(sorted(machines))}. " + ", ".join(
         f"{package} {' and '.join(sorted(each))}" for package, each in sorted(versions.items())
     )
     yield ""
-    yield from _table(["results", "command", "day"], rows)
+    yield from _table(["results", "command", "day"], [rows[name] for name in sorted(rows)])
 
 
 # ---------------------------------------------------------------------- what tables share

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ds_galore.tools.memory import plan_memory
 from tests import jobs
+from tests.checkpoint.engines import blanked, masters
 
 GLOBAL_BATCH = 12
 FAITHFUL = {"refresh": "svd", "stagger_refresh": False, "reproject_moments": False}
@@ -148,10 +149,11 @@ def overflowing(optimizer: dict[str, Any], accumulation: int = 1) -> None:
 
 
 def snapshot(engine: Any) -> dict[str, Any]:
+    """Master weights by sub-group, and states; what is in padding, which DeepSpeed leaves as it finds it, is zero."""
     import copy
 
     state = [copy.deepcopy(dict(each)) for each in engine.basic_optimizer.state.values()]
-    return {"weights": [w.detach().clone() for w in engine.optimizer.fp32_partitioned_groups_flat], "state": state}
+    return {"weights": [blanked(flat, flat.tensor) for flat in masters(engine)], "state": state}
 
 
 def compare(a: Any, b: Any) -> None:

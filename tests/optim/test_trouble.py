@@ -114,7 +114,7 @@ def poisoned(settings: dict[str, Any], step: int) -> None:
     others = [state["step"] for name, state in optimizer.state[flat].items() if name != victim.name]
     assert set(others) == {step + 1}
     losses = jobs.train(engine, data[step + 1 :])
-    assert all(torch.isfinite(weight).all() for weight in engine.optimizer.fp32_partitioned_groups_flat)
+    assert all(torch.isfinite(weight).all() for weight in snapshot(engine)["weights"])
     assert all(loss == loss for loss in losses)
 
 
