@@ -161,7 +161,7 @@ class Compressor:
 ZSTD = Compressor()
 
 #: Elements that are worked on at a time.
-BLOCK = 2**15
+BLOCK = 2**18
 #: Bytes from the middle of a plane on which it is decided whether to look for repetitions in the whole of it.
 SAMPLE = 2**14
 
