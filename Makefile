@@ -65,7 +65,7 @@ operator: $(VENV)/.dev
 	TORCH_EXTENSIONS_DIR="$(CURDIR)/build/extensions" PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -c \
 		'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load()' >/dev/null
 
-# The first four have a core each.
+# The first four side by side.
 test: $(VENV)/.dev
 	$(MAKE) --jobs 2 --output-sync=target lint typecheck docs operator
 	$(MAKE) unit

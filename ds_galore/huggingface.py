@@ -38,7 +38,6 @@ RENAMED: Mapping[str, str] = {"proj": "refresh", "scale_type": "scaling"}
 #: The Trainer's default of ``adam_epsilon``, which it does not hand to galore-torch.
 ADAM_EPSILON = 1e-8
 _MARK = "_ds_galore_wrapped"
-_EXPECTED: set[str] = set()  # modules that are to be changed when they are imported
 
 
 def register() -> None:
@@ -46,18 +45,10 @@ def register() -> None:
 
     Nothing is imported here: of a job that uses neither the Trainer nor accelerate they would be half of the start.
     """
-    _when_imported("accelerate.accelerator", _keep_ours_under_offload)
-    _when_imported("transformers.trainer_optimizer", _take_names)
-    _when_imported("transformers.integrations.deepspeed", _refuse_conflicts)
-    _when_imported("transformers.trainer_utils", _refuse_unfinished)
-
-
-def _when_imported(name: str, change: Callable[[Any], None]) -> None:
-    if name in sys.modules:
-        change(sys.modules[name])
-    elif name not in _EXPECTED:
-        _EXPECTED.add(name)
-        wrapt.register_post_import_hook(change, name)
+    wrapt.register_post_import_hook(_keep_ours_under_offload, "accelerate.accelerator")
+    wrapt.register_post_import_hook(_take_names, "transformers.trainer_optimizer")
+    wrapt.register_post_import_hook(_refuse_conflicts, "transformers.integrations.deepspeed")
+    wrapt.register_post_import_hook(_refuse_unfinished, "transformers.trainer_utils")
 
 
 def _keep_ours_under_offload(module: Any) -> None:
@@ -176,6 +167,12 @@ def _refuse_conflicts(module: Any) -> None:
         name = str(getattr(args.optim, "value", args.optim))
         config = hf_deepspeed_config.config
         if name in NAMES:
+            if "transformers.trainer_optimizer" not in sys.modules:
+                raise ConfigError(
+                    f"optim is {name!r}: this version of transformers makes galore-torch's or apollo-torch's optimizer"
+                    " of it, which cannot work on ZeRO's partitions; install a newer one (5.24 is known to do), or"
+                    " choose the optimizer in the DeepSpeed configuration"
+                )
             if "optimizer" in config:
                 raise ConfigError(
                     f"optim is {name!r}, and the DeepSpeed configuration has optimizer.type"

@@ -297,3 +297,15 @@ print([hasattr(each, "_ds_galore_wrapped") for each in ours])
 def test_what_a_job_does_not_use_is_not_imported_and_changed_when_it_is():
     done = subprocess.run([sys.executable, "-c", _LAZY], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-2:] == ["[]", "[True, True, True, True]"]
+
+
+def test_a_transformers_whose_names_are_not_ours_is_told_of(monkeypatch):
+    from types import SimpleNamespace
+
+    from transformers.integrations import deepspeed
+
+    ds_galore.enable()
+    monkeypatch.delitem(sys.modules, "transformers.trainer_optimizer", raising=False)
+    config, given = SimpleNamespace(config={}), SimpleNamespace(optim="galore_adamw")
+    with pytest.raises(ds_galore.ConfigError, match=r"optim is 'galore_adamw': .*; install a newer one"):
+        deepspeed.deepspeed_optim_sched(None, config, given)

@@ -53,7 +53,7 @@ MAX_ELEMENTS = 2**40
 
 def reads() -> str:
     """What to say where a version is none of :data:`READABLE`."""
-    return f"this program reads versions {' and '.join(map(str, READABLE))}"
+    return f"this program reads versions {' and '.join(map(str, READABLE))}; install a newer one for others"
 
 
 @dataclass(frozen=True)

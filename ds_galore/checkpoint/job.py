@@ -26,7 +26,7 @@ from ds_galore.checkpoint.base import OpenBase
 from ds_galore.checkpoint.boards import Board
 from ds_galore.checkpoint.codecs import Compressor
 from ds_galore.checkpoint.codecs.base import Bits
-from ds_galore.checkpoint.digests import PREFIX, digest_of, file_digest
+from ds_galore.checkpoint.digests import digest_of, file_digest, matches
 from ds_galore.checkpoint.files import FORMAT, VERSION, DataFile, FileRecord, sync_directory
 from ds_galore.checkpoint.manifest import MANIFEST, Manifest
 from ds_galore.checkpoint.nodes import Nodes
@@ -166,13 +166,12 @@ class SaveJob:
             return []
         for record in self.frozen:
             path = self.store.path(self.tag) / record.name
-            if (
-                file_digest(path, record.digest) != record.digest
-            ):  # a full checkpoint must not build on what has rotted since
+            # A full checkpoint must not build on what has rotted since.
+            if file_digest(path, record.digest) != record.digest:
                 continue
             held = {(entry.name, entry.start): entry.digest for entry in DataFile(path, record.header).entries}
             if held.keys() == {each.key for each in ranges} and all(
-                digest_of(self._bits(each)[0], held[each.key]) == held[each.key] for each in ranges
+                matches(self._bits(each)[0], held[each.key]) for each in ranges
             ):
                 return self.frozen
 
@@ -212,8 +211,7 @@ class SaveJob:
                 yield Shard(piece.name, dtype, shape, start, bits, lossy=int8)
                 continue
             digest = digest_of(bits)
-            equal = digest if held.digest.startswith(PREFIX) else digest_of(bits, held.digest)
-            if equal == held.digest and int8 is None:
+            if int8 is None and matches(bits, held.digest):
                 yield Shard(piece.name, dtype, shape, start, bits, unchanged=True, digest=digest)
                 continue
             if lossy != "exact" or piece.name.endswith(FIRST_MOMENTS):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ds_galore.checkpoint.codecs import Reference, decode
 from ds_galore.checkpoint.codecs.base import Bits, CodecError
-from ds_galore.checkpoint.digests import digest_of, file_digest
+from ds_galore.checkpoint.digests import file_digest, matches
 from ds_galore.checkpoint.errors import DamageError, FormatError
 from ds_galore.checkpoint.files import DTYPES, FORMAT, READABLE, DataFile, Entry, FileRecord, reads
 from ds_galore.checkpoint.manifest import Manifest
@@ -192,7 +192,7 @@ class CheckpointReader:
                 raise
         except CodecError as error:
             raise DamageError(f"{where}: {error}") from None
-        if check and digest_of(bits, entry.digest) != entry.digest:
+        if check and not matches(bits, entry.digest):
             self._reference(rank, depth, entry, check=True)  # which names what it finds damaged there
             raise DamageError(f"{where}: the decoded data are not those that were written")
         return bits

@@ -6,9 +6,8 @@ without torch and no floating-point rule can change a value on its way. Imports 
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,7 +26,6 @@ __all__ = [
     "Compressor",
     "Encoded",
     "Reference",
-    "blocks",
     "decompress",
     "from_planes",
     "planes",
@@ -160,8 +158,6 @@ class Compressor:
 #: Level 1 was as good as 3 on byte planes.
 ZSTD = Compressor()
 
-#: Elements that are worked on at a time.
-BLOCK = 2**18
 #: Bytes from the middle of a plane on which it is decided whether to look for repetitions in the whole of it.
 SAMPLE = 2**14
 
@@ -240,12 +236,6 @@ def _decompress_lz4(frame: Bytes, nbytes: int) -> Bytes:
     return np.frombuffer(data, dtype=np.uint8)
 
 
-def blocks(numel: int) -> Iterator[slice]:
-    """Parts of an array that stay in a core's cache while they are worked on."""
-    for start in range(0, numel, BLOCK):
-        yield slice(start, start + BLOCK)
-
-
 def planes(values: Bits, compressor: Compressor, prefix: str = "") -> dict[str, Bytes]:
     """Byte planes of integers, each compressed where that helps, by part name.
 
@@ -265,15 +255,8 @@ def planes(values: Bits, compressor: Compressor, prefix: str = "") -> dict[str, 
     return parts
 
 
-def from_planes(
-    parts: Mapping[str, Bytes], numel: int, itemsize: int, prefix: str = "", *, rotated: bool = False
-) -> Bits:
+def from_planes(parts: Mapping[str, Bytes], numel: int, itemsize: int, prefix: str = "") -> Bits:
     """The integers that :func:`planes` took apart.
-
-    Parameters
-    ----------
-    rotated
-        Whether they were rotated left by a bit before, which is undone.
 
     Raises
     ------
@@ -282,37 +265,19 @@ def from_planes(
     """
     if numel * itemsize > MAX_PART:
         raise CodecError(f"{numel} elements of {itemsize} bytes are more than a tensor can have")
-    found = [(plane, _plane(parts, numel, f"{prefix}{plane}")) for plane in reversed(range(itemsize))]
-    there = [(plane, data) for plane, data in found if data is not None]
-    values: Bits = np.empty(numel, dtype=f"u{itemsize}")
-    spare = np.empty(min(BLOCK, numel), dtype=values.dtype)
-    for chosen in blocks(numel):
-        block = values[chosen]
-        other = spare[: block.size]
-        block[:] = there[0][1][chosen] if there else 0
-        for (above, _), (plane, data) in itertools.pairwise(there):
-            block <<= 8 * (above - plane)
-            other[:] = data[chosen]
-            block |= other
-        if there and there[-1][0]:
-            block <<= 8 * there[-1][0]
-        if rotated:
-            np.left_shift(block, 8 * itemsize - 1, out=other)
-            block >>= 1
-            block |= other
-    return values
-
-
-def _plane(parts: Mapping[str, Bytes], numel: int, name: str) -> Bytes | None:
-    """A byte plane, ``(numel,)``; None if it is all zeros."""
-    marks = [mark for mark in "zlr" if f"{name}{mark}" in parts]
-    if not marks:
-        return None
-    if len(marks) > 1:
-        raise CodecError(f"plane {name} is there twice")
-    data = parts[name + marks[0]]
-    if marks[0] != "r":
-        return decompress(data, numel, marks[0])
-    if data.nbytes != numel:
-        raise CodecError(f"plane {name} has {data.nbytes} bytes where {numel} belong")
-    return data
+    rows = np.empty((numel, itemsize), dtype=np.uint8)
+    for plane in range(itemsize):
+        found = [mark for mark in "zlr" if f"{prefix}{plane}{mark}" in parts]
+        if len(found) > 1:
+            raise CodecError(f"plane {plane} is there twice")
+        if not found:
+            rows[:, plane] = 0
+            continue
+        raw = parts[f"{prefix}{plane}{found[0]}"]
+        if found[0] != "r":
+            rows[:, plane] = decompress(raw, numel, found[0])
+        else:
+            if raw.nbytes != numel:
+                raise CodecError(f"plane {plane} has {raw.nbytes} bytes where {numel} belong")
+            rows[:, plane] = raw
+    return rows.reshape(-1).view(f"<u{itemsize}").astype(f"=u{itemsize}", copy=False)

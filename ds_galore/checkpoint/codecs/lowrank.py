@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_galore.checkpoint.codecs.base import Bits, CodecError, Compressor, Encoded, Reference, from_planes, planes
-from ds_galore.checkpoint.codecs.planes import change, changed, difference, restored
+from ds_galore.checkpoint.codecs.planes import difference, ordered, restored, unordered
 
 __all__ = ["LowRankCodec"]
 
@@ -59,7 +59,7 @@ class LowRankCodec:
             return None
         prediction = _predict(coefficients, exponents, integers, decay, reference)
         order = _by_exponent(prediction)
-        residual = change(bits, prediction, floating=True)[order]
+        residual = difference(ordered(bits, floating=True), ordered(prediction, floating=True))[order]
         parts = planes(residual, compressor)
         parts.update(planes(_zigzag(coefficients.reshape(-1).astype(np.int32)), compressor, "c"))
         parts.update(planes(_zigzag(exponents.astype(np.int16)), compressor, "e"))
@@ -81,7 +81,7 @@ class LowRankCodec:
         prediction = _predict(coefficients, exponents, integers, decay, reference)
         residual = np.empty(numel, dtype=np.uint32)
         residual[_by_exponent(prediction)] = from_planes(encoded.parts, numel, 4)
-        return changed(residual, prediction, floating=True)
+        return unordered(restored(residual, ordered(prediction, floating=True)), floating=True)
 
 
 def _checked_params(params: Any, reference: Reference) -> tuple[list[str], int]:
