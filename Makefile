@@ -17,7 +17,7 @@ CONFIG ?= configs/zero3_galore.json
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.run: setup.py constraints.txt | $(BIN)/python
+$(VENV)/.run: setup.py constraints.txt ds_galore/checkpoint/codecs/compiled.c | $(BIN)/python
 	$(PIP) torch
 	$(PIP) --editable '.[train]'
 	touch $@

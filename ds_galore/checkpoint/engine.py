@@ -31,7 +31,7 @@ from torch import Tensor
 from ds_galore.checkpoint.agreeing import agree_on_rounded, whole_projectors
 from ds_galore.checkpoint.base import Base, OpenBase, Source, in_budget
 from ds_galore.checkpoint.boards import DirectoryBoard
-from ds_galore.checkpoint.codecs import Compressor
+from ds_galore.checkpoint.codecs import Compressor, words
 from ds_galore.checkpoint.errors import DamageError, FormatError
 from ds_galore.checkpoint.files import FileRecord, replace_file
 from ds_galore.checkpoint.job import Factors, Plan, SaveJob
@@ -117,6 +117,11 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
             raise ConfigError(
                 "ds_galore.checkpoint: tensor and pipeline parallelism and mixtures of experts are not supported; leave"
                 " the section out for DeepSpeed's own checkpoints"
+            )
+        if words.compiled is None and engine.global_rank == 0:
+            logger.warning(
+                "the loops of the codecs were not compiled when ds_galore was installed: checkpoints are the same, and"
+                " saves and loads take several times as long; install it again where there is a C compiler"
             )
         if node_local:
             self.nodes = Nodes(RankGroup(dist.group.WORLD), int(engine.local_rank))

@@ -104,12 +104,12 @@ class PreparedLoad:
             for flat, saved in zip(flat_parts(engine), masters(engine, self._read), strict=True):
                 flat.tensor.data.copy_(saved)
 
-    def _read(self, name: str, start: int, stop: int) -> tuple[Bits, str]:
+    def _read(self, name: str, start: int, stop: int, out: Bits) -> tuple[Bits, str]:
         tensor = self._reader.tensors.get(name)
         if tensor is None:
             raise CheckpointMismatchError(f"{self.directory}: holds no {name}, which this model and optimizer need")
         try:
-            return self._reader.bits(name, start, stop), tensor.dtype
+            return self._reader.bits(name, start, stop, out), tensor.dtype
         except ValueError:
             raise CheckpointMismatchError(
                 f"{self.directory}: {name} has shape {tensor.shape}, and elements {start} to {stop} are needed"
@@ -179,7 +179,9 @@ def load_file(target: Path, map_location: Any = None) -> Any:
     places = values["tensors"]
 
     def tensor(path: str) -> Tensor:
-        return assemble(places[path], lambda name, a, b: (reader.bits(name, a, b), reader.tensors[name].dtype))
+        return assemble(
+            places[path], lambda name, a, b, out: (reader.bits(name, a, b, out), reader.tensors[name].dtype)
+        )
 
     return restore(values["state"], tensor)
 

@@ -145,8 +145,10 @@ class CheckpointReader:
             tensors[name] = LogicalTensor(name, facts[name].dtype, facts[name].shape, tuple(sorted(shards)))
         return tensors
 
-    def bits(self, name: str, start: int = 0, stop: int | None = None) -> Bits:
+    def bits(self, name: str, start: int = 0, stop: int | None = None, out: Bits | None = None) -> Bits:
         """Elements ``[start, stop)`` of a logical tensor as bit patterns, decoded and checked.
+
+        They are in ``out``, ``(stop - start,)`` contiguous words, where that is given and of the tensor's element size.
 
         Raises
         ------
@@ -155,27 +157,40 @@ class CheckpointReader:
         DamageError
             If its data are not what was written.
         """
-        return self._bits(self.tensors[name], 0, start, stop)
+        return self._bits(self.tensors[name], 0, start, stop, out=out)
 
-    def _bits(self, tensor: LogicalTensor, depth: int, start: int, stop: int | None, *, check: bool = True) -> Bits:
+    def _bits(
+        self,
+        tensor: LogicalTensor,
+        depth: int,
+        start: int,
+        stop: int | None,
+        *,
+        check: bool = True,
+        out: Bits | None = None,
+    ) -> Bits:
         numel = math.prod(tensor.shape)
         stop = numel if stop is None else stop
         if not 0 <= start <= stop <= numel:
             raise ValueError(f"[{start}, {stop}) does not lie in {tensor.name} of {numel} elements")
-        out: Bits | None = None
+        width = DTYPES[tensor.dtype]
+        if out is None or out.dtype.itemsize != width:
+            out = np.empty(stop - start, dtype=f"u{width}")  # the shards cover it
+        known = start
         for first, last, rank, index in tensor.shards:
-            begin, end = max(first, start), min(last, stop)
-            if begin < end:
-                whole = self._shard(rank, depth, index, check=check)
-                if (start, stop) == (first, last) and whole.flags.writeable:
-                    return whole
-                if out is None:
-                    out = np.empty(stop - start, dtype=f"u{DTYPES[tensor.dtype]}")  # the shards cover it
-                out[begin - start : end - start] = whole[begin - first : end - first]
-        return np.empty(0, dtype=f"u{DTYPES[tensor.dtype]}") if out is None else out
+            begin, end = max(first, start, known), min(last, stop)
+            if begin >= end:
+                continue
+            target = out[begin - start : end - start]
+            if (begin, end) == (first, last):
+                self._shard(rank, depth, index, check=check, out=target)
+            else:
+                target[:] = self._shard(rank, depth, index, check=check)[begin - first : end - first]
+            known = end
+        return out
 
-    def _shard(self, rank: int, depth: int, index: int, *, check: bool = True) -> Bits:
-        """A shard's data.
+    def _shard(self, rank: int, depth: int, index: int, *, check: bool = True, out: Bits | None = None) -> Bits:
+        """A shard's data, in ``out`` where that is given.
 
         Without ``check`` nobody has seen that they are what was written: for what others are decoded from, whose own
         digest then tells.
@@ -186,7 +201,8 @@ class CheckpointReader:
         try:
             reference = self._reference(rank, depth, entry)
             try:
-                bits = decode(file.encoded(index), entry.numel, entry.itemsize, reference, floating=entry.floating)
+                encoded = file.encoded(index)
+                bits = decode(encoded, entry.numel, entry.itemsize, reference, floating=entry.floating, out=out)
             except CodecError:
                 self._reference(rank, depth, entry, check=True)
                 raise

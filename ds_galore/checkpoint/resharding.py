@@ -7,21 +7,19 @@ tensors from the logical ones, everything else from the first rank's state file,
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_galore.checkpoint.pieces import MASTER, Piece, assemble, describe, frozen_pieces, low_rank_pieces
+from ds_galore.checkpoint.pieces import MASTER, Piece, Read, assemble, describe, frozen_pieces, low_rank_pieces
 from ds_galore.checkpoint.tree import restore
 from ds_galore.errors import CheckpointMismatchError
 from ds_galore.optim.optimizer import LowRankOptimizer
 from ds_galore.zero.binding import FlatParts, flat_parts, inner_optimizer
 
 __all__ = ["fits", "frozen_fragments", "masters", "optimizer_state"]
-
-Read = Callable[[str, int, int], tuple[Any, str]]
 
 
 class _Later:
@@ -124,7 +122,7 @@ def optimizer_state(engine: Any, values: Mapping[str, Any], read: Read) -> dict[
     values
         The content of any rank's optimizer state file.
     read
-        Gives a range of a logical tensor, and its dtype.
+        As :func:`~ds_galore.checkpoint.pieces.assemble` takes it.
 
     Raises
     ------

@@ -24,10 +24,21 @@ from ds_galore.checkpoint.codecs import (
     Reference,
     decode,
     encode,
+    words,
 )
 from ds_galore.checkpoint.codecs.base import decompress
 from ds_galore.checkpoint.codecs.lowrank import _predict
-from ds_galore.checkpoint.codecs.planes import difference, ordered, restored, unordered
+from ds_galore.checkpoint.codecs.words import (
+    How,
+    difference,
+    join,
+    join_sorted,
+    ordered,
+    restored,
+    split,
+    split_sorted,
+    unordered,
+)
 
 SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 1.1754942e-38, 1.1754944e-38, 3.4028235e38, -3e38, 1.0]
 
@@ -125,13 +136,13 @@ def test_a_frame_that_claims_more_than_belongs_there_is_refused_before_it_is_dec
 
 @given(patterns("u4", 30), patterns("u4", 30))
 def test_the_integer_maps_are_bijections(values, base):
-    assert np.array_equal(unordered(ordered(values, floating=True), floating=True), values)
+    assert np.array_equal(unordered(ordered(values)), values)
     assert np.array_equal(restored(difference(values, base), base), values)
 
 
 def test_neighbouring_floats_are_neighbouring_integers_also_across_zero():
     floats = np.array([-2.0, -1.0, -1e-45, -0.0, 0.0, 1e-45, 1.0, 2.0], np.float32)
-    signed = ordered(floats.view(np.uint32), floating=True).view(np.int32)
+    signed = ordered(floats.view(np.uint32)).view(np.int32)
     assert (np.diff(signed.astype(np.int64)) > 0).all()
     assert signed[5] - signed[2] == 3
 
@@ -328,3 +339,137 @@ def test_int8_refuses_what_is_not_finite():
     for value in (np.nan, np.inf):
         bits = np.array([1.0, value], np.float32).view(np.uint32)
         assert CODECS["int8"].encode(bits, Reference(), floating=True, compressor=ZSTD) is None
+
+
+# ---------------------------------------------------------------------- compiled loops
+
+
+@contextlib.contextmanager
+def in_numpy():
+    there, words.compiled = words.compiled, None
+    try:
+        yield
+    finally:
+        words.compiled = there
+
+
+@st.composite
+def words_of_any_size(draw):
+    """Words and a base, across blocks of the loops, at any alignment."""
+    width = draw(st.sampled_from([1, 2, 4, 8]))
+    numel = draw(st.integers(0, 40) | st.sampled_from([2047, 2048, 2049, 5000]))
+    begin = draw(st.integers(0, 7))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    few = draw(st.booleans())  # planes of zeros
+    data = rng.integers(0, 3 if few else 256, (2, (numel + 1) * width + 8), np.uint8)
+    if few:
+        data[:, np.arange(data.shape[1]) % width != 0] = 0
+    values, base = (each[begin : begin + numel * width].view(f"u{width}") for each in data)
+    return values, base
+
+
+def test_the_loops_are_compiled_where_tests_run():
+    assert words.compiled is not None, "pip install --editable . compiles them; its output (-v) has the reason"
+
+
+@pytest.mark.parametrize("how", list(How))
+@given(case=words_of_any_size())
+@settings(max_examples=100, deadline=None)
+def test_compiled_loops_and_numpy_agree_bit_for_bit(how, case):
+    values, base = case
+    base = base if how >= How.DIFFERENCE else None
+    planes = split(values, how, base)
+    with in_numpy():
+        expected = split(values, how, base)
+        assert np.array_equal(join(planes, values.size, values.itemsize, how, base), values)
+    for plane, other in zip(planes, expected, strict=True):
+        assert (plane is None) == (other is None)
+        assert plane is None or np.array_equal(plane, other)
+    out = np.zeros_like(values)
+    assert join(planes, values.size, values.itemsize, how, base, out) is out
+    assert np.array_equal(out, values)
+
+
+@given(case=words_of_any_size().filter(lambda case: case[0].itemsize == 4))
+@settings(max_examples=100, deadline=None)
+def test_compiled_loops_and_numpy_sort_by_exponents_alike(case):
+    values, prediction = case
+    planes = split_sorted(values, prediction)
+    with in_numpy():
+        expected = split_sorted(values, prediction)
+        assert np.array_equal(join_sorted(planes, prediction), values)
+    for plane, other in zip(planes, expected, strict=True):
+        assert (plane is None) == (other is None)
+        assert plane is None or np.array_equal(plane, other)
+    assert np.array_equal(join_sorted(planes, prediction), values)
+    own = prediction.copy()
+    assert join_sorted(planes, own, own) is own
+    assert np.array_equal(own, values)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:overflow:RuntimeWarning")
+@pytest.mark.parametrize("name", sorted(CODECS))
+@given(case=cases())
+@settings(max_examples=100, deadline=None)
+def test_a_codec_writes_the_same_bytes_compiled_and_in_numpy(name, case):
+    bits, reference, floating = case
+    encoded = CODECS[name].encode(bits, reference, floating=floating, compressor=ZSTD)
+    with in_numpy():
+        expected = CODECS[name].encode(bits, reference, floating=floating, compressor=ZSTD)
+    if encoded is None or expected is None:
+        assert encoded is expected
+        return
+    assert dict(encoded.params) == dict(expected.params)
+    assert {key: part.tobytes() for key, part in encoded.parts.items()} == {
+        key: part.tobytes() for key, part in expected.parts.items()
+    }
+    width = bits.dtype.itemsize
+    out = np.zeros_like(bits)
+    found = decode(encoded, bits.size, width, reference, floating=floating, out=out)
+    assert found is out
+    with in_numpy():
+        other = np.zeros_like(bits)
+        assert decode(encoded, bits.size, width, reference, floating=floating, out=other) is other
+        assert np.array_equal(decode(encoded, bits.size, width, reference, floating=floating), found)
+    assert np.array_equal(found, other)
+
+
+def test_large_low_rank_differences_are_the_same_compiled_and_in_numpy():
+    weights, reference = trained_weights(rows=700, columns=300, rank=8, steps=5)
+    part = slice(123, weights.size - 77)  # rows at both ends that are held in part
+    reference = dataclasses.replace(reference, base=reference.base[part], start=123)
+    encoded = CODECS["lowrank"].encode(weights[part], reference, floating=True, compressor=ZSTD)
+    with in_numpy():
+        expected = CODECS["lowrank"].encode(weights[part], reference, floating=True, compressor=ZSTD)
+        found = decode(encoded, encoded_size := weights[part].size, 4, reference, floating=True)
+    assert {key: part.tobytes() for key, part in encoded.parts.items()} == {
+        key: part.tobytes() for key, part in expected.parts.items()
+    }
+    assert np.array_equal(found, weights[part])
+    assert np.array_equal(decode(encoded, encoded_size, 4, reference, floating=True), weights[part])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c, four: c.split(four, None, 0, 3, np.zeros(16, np.uint8)), "words of 3 bytes"),
+        (lambda c, four: c.split(four, None, 2, 4, np.zeros(16, np.uint8)), "how is 2, without base"),
+        (lambda c, four: c.split(four, four, 0, 4, np.zeros(16, np.uint8)), "how is 0, with a base"),
+        (lambda c, four: c.split(four, four[:3], 2, 4, np.zeros(16, np.uint8)), "base has 12 bytes where 16 belong"),
+        (lambda c, four: c.split(four, None, 0, 4, np.zeros(15, np.uint8)), "out has 15 bytes where 16 belong"),
+        (lambda c, four: c.split(np.zeros(15, np.uint8), None, 0, 4, np.zeros(15, np.uint8)), "values has 15 bytes"),
+        (lambda c, four: c.join((None,) * 3, None, 0, 4, four), "3 planes of words of 4 bytes"),
+        (lambda c, four: c.join((None, np.zeros(5, np.uint8)) * 2, None, 0, 4, four), "a plane has 5 bytes where 4"),
+        (lambda c, four: c.join((None, np.zeros(4, np.uint8), 7, None), None, 0, 4, four), "bytes-like object"),
+        (lambda c, four: c.join((None,) * 4, four[:1], 3, 4, four), "base has 4 bytes where 16 belong"),
+        (lambda c, four: c.split_sorted(four, four[:2], four), "prediction has 8 bytes where 16 belong"),
+        (lambda c, four: c.join_sorted((None,) * 4, four, four[:2]), "out has 8 bytes where 16 belong"),
+        (lambda c, four: c.predict(np.zeros(6), np.ones(2), four, 1.0, 3, 3, four), "begins in column 3 of 3"),
+        (lambda c, four: c.predict(np.zeros(5), np.ones(2), four, 1.0, 0, 3, four), "product has 40 bytes where 48"),
+        (lambda c, four: c.predict(np.zeros(5), np.ones(1), four, 1.0, 2, 5, four), "4 elements from column 2 on"),
+        (lambda c, four: c.change(four, four, 1.0, four), "out has 16 bytes where 32 belong"),
+    ],
+)
+def test_compiled_loops_touch_nothing_outside_of_what_they_get(call, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(words.compiled, np.zeros(4, np.uint32))

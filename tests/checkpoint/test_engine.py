@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import shutil
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_galore.checkpoint.codecs import words
 from ds_galore.checkpoint.errors import DamageError
 from ds_galore.checkpoint.reader import CheckpointReader
 from ds_galore.checkpoint.store import CheckpointStore
@@ -272,6 +274,51 @@ def save_thrice(directory: str) -> None:
             text = text or path.read_bytes()
             assert path.read_bytes() == text
             assert tag != "b" or path.stat().st_ino == before
+
+
+def save_by_numpy(directory: str) -> list[str]:
+    """The same run twice, in the second the codecs' loops are not compiled, which is told; each loads the other's."""
+    told = Told()
+    logging.getLogger("ds_galore.checkpoint.engine").addHandler(told)
+    engines, data, there = [], jobs.batches(4, BATCH), words.compiled
+    try:
+        for name, words.compiled in (("compiled", there), ("numpy", None)):
+            engine = make(jobs.galore(update_proj_gap=50), "differential")
+            for steps in (data[:2], data[2:]):
+                jobs.train(engine, steps)
+                engine.save_checkpoint(f"{directory}/{name}")
+                engine.checkpoint_engine.wait()
+            engines.append(engine)
+        whole = logical(engines[0])
+        for engine, name, words.compiled in ((engines[1], "compiled", None), (engines[0], "numpy", there)):
+            for tag in ("global_step2", "global_step4"):
+                engine.load_checkpoint(f"{directory}/{name}", tag=tag)
+            assert_same(whole, logical(engine))
+    finally:
+        words.compiled = there
+        logging.getLogger("ds_galore.checkpoint.engine").removeHandler(told)
+    return told.messages
+
+
+class Told(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def test_without_a_compiler_checkpoints_are_the_same_and_it_is_said(pool, tmp_path):
+    told = pool.run(2, save_by_numpy, str(tmp_path))
+    assert ["not compiled when ds_galore was installed" in text for text in told[0]] == [True]
+    assert told[1] == []
+    of = {}
+    for name in ("compiled", "numpy"):
+        files = sorted((tmp_path / name).glob("*/*.safetensors"))
+        of[name] = {str(path.relative_to(tmp_path / name)): path.read_bytes() for path in files}
+    assert len(of["numpy"]) >= 4
+    assert of["compiled"] == of["numpy"]
 
 
 def test_the_script_that_merges_is_written_where_it_is_not_yet(pool, tmp_path):

@@ -111,8 +111,16 @@ def _promising(bits: Bits, reference: Reference, floating: bool, compressor: Com
     return close | {1}  # whether the whole is equal is cheap to tell
 
 
-def decode(encoded: Encoded, numel: int, itemsize: int, reference: Reference, *, floating: bool) -> Bits:
-    """The array again.
+def decode(
+    encoded: Encoded,
+    numel: int,
+    itemsize: int,
+    reference: Reference,
+    *,
+    floating: bool,
+    out: Bits | None = None,
+) -> Bits:
+    """The array again, in ``out`` where that is given: ``(numel,)`` contiguous words of ``itemsize`` bytes.
 
     Raises
     ------
@@ -125,4 +133,4 @@ def decode(encoded: Encoded, numel: int, itemsize: int, reference: Reference, *,
         raise CodecError(
             f"codec {encoded.codec!r} is not known to this version, which knows {known}; install a newer one"
         )
-    return codec.decode(encoded, numel, itemsize, reference, floating=floating)
+    return codec.decode(encoded, numel, itemsize, reference, floating=floating, out=out)

@@ -7,7 +7,7 @@ without torch and no floating-point rule can change a value on its way. Imports 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,8 +27,9 @@ __all__ = [
     "Encoded",
     "Reference",
     "decompress",
-    "from_planes",
-    "planes",
+    "pack",
+    "put",
+    "unpack",
 ]
 
 Bits = npt.NDArray[Any]  # unsigned integers of 1, 2, 4 or 8 bytes
@@ -111,8 +112,17 @@ class Codec(Protocol):
             Of byte planes.
         """
 
-    def decode(self, encoded: Encoded, numel: int, itemsize: int, reference: Reference, *, floating: bool) -> Bits:
-        """The array again.
+    def decode(
+        self,
+        encoded: Encoded,
+        numel: int,
+        itemsize: int,
+        reference: Reference,
+        *,
+        floating: bool,
+        out: Bits | None = None,
+    ) -> Bits:
+        """The array again, in ``out`` where that is given: ``(numel,)`` contiguous words of ``itemsize`` bytes.
 
         Raises
         ------
@@ -236,27 +246,32 @@ def _decompress_lz4(frame: Bytes, nbytes: int) -> Bytes:
     return np.frombuffer(data, dtype=np.uint8)
 
 
-def planes(values: Bits, compressor: Compressor, prefix: str = "") -> dict[str, Bytes]:
-    """Byte planes of integers, each compressed where that helps, by part name.
+def put(found: Bits, out: Bits | None) -> Bits:
+    """What was found, copied to where it is wanted, if that is anywhere."""
+    if out is None:
+        return found
+    out[:] = found
+    return out
+
+
+def pack(planes: Sequence[Bytes | None], compressor: Compressor, prefix: str = "") -> dict[str, Bytes]:
+    """Byte planes, as :func:`ds_galore.checkpoint.codecs.words.split` makes them, each compressed where that helps.
 
     Plane ``0`` is the least significant. A name ends in ``z`` for a zstd frame, in ``l`` for an lz4 frame and in ``r``
     for raw bytes; a plane of zeros is left out.
     """
-    little = values.astype(values.dtype.newbyteorder("<"), copy=False)
-    rows = little.view(np.uint8).reshape(-1, values.dtype.itemsize)
     parts = {}
-    for plane in range(values.dtype.itemsize):
-        data = np.ascontiguousarray(rows[:, plane])
-        if not data.any():
+    for number, plane in enumerate(planes):
+        if plane is None:
             continue
-        frame = compressor.compress(data)
-        smaller = frame.nbytes < data.nbytes
-        parts[f"{prefix}{plane}{compressor.mark if smaller else 'r'}"] = frame if smaller else data
+        frame = compressor.compress(plane)
+        smaller = frame.nbytes < plane.nbytes
+        parts[f"{prefix}{number}{compressor.mark if smaller else 'r'}"] = frame if smaller else plane
     return parts
 
 
-def from_planes(parts: Mapping[str, Bytes], numel: int, itemsize: int, prefix: str = "") -> Bits:
-    """The integers that :func:`planes` took apart.
+def unpack(parts: Mapping[str, Bytes], numel: int, itemsize: int, prefix: str = "") -> tuple[Bytes | None, ...]:
+    """The byte planes that :func:`pack` compressed.
 
     Raises
     ------
@@ -265,19 +280,16 @@ def from_planes(parts: Mapping[str, Bytes], numel: int, itemsize: int, prefix: s
     """
     if numel * itemsize > MAX_PART:
         raise CodecError(f"{numel} elements of {itemsize} bytes are more than a tensor can have")
-    rows = np.empty((numel, itemsize), dtype=np.uint8)
-    for plane in range(itemsize):
-        found = [mark for mark in "zlr" if f"{prefix}{plane}{mark}" in parts]
+    planes: list[Bytes | None] = []
+    for number in range(itemsize):
+        found = [mark for mark in "zlr" if f"{prefix}{number}{mark}" in parts]
         if len(found) > 1:
-            raise CodecError(f"plane {plane} is there twice")
+            raise CodecError(f"plane {number} is there twice")
         if not found:
-            rows[:, plane] = 0
+            planes.append(None)
             continue
-        raw = parts[f"{prefix}{plane}{found[0]}"]
-        if found[0] != "r":
-            rows[:, plane] = decompress(raw, numel, found[0])
-        else:
-            if raw.nbytes != numel:
-                raise CodecError(f"plane {plane} has {raw.nbytes} bytes where {numel} belong")
-            rows[:, plane] = raw
-    return rows.reshape(-1).view(f"<u{itemsize}").astype(f"=u{itemsize}", copy=False)
+        raw = parts[f"{prefix}{number}{found[0]}"]
+        if found[0] == "r" and raw.nbytes != numel:
+            raise CodecError(f"plane {number} has {raw.nbytes} bytes where {numel} belong")
+        planes.append(raw if found[0] == "r" else decompress(raw, numel, found[0]))
+    return tuple(planes)

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ds_galore.checkpoint.codecs.base import Bits, CodecError, Compressor, Encoded, Reference, from_planes, planes
+from ds_galore.checkpoint.codecs.base import Bits, CodecError, Compressor, Encoded, Reference, pack, put, unpack
+from ds_galore.checkpoint.codecs.words import join, split
 
 __all__ = ["BlocksCodec"]
 
@@ -45,21 +46,30 @@ class BlocksCodec:
             stored: Bits = (levels * (scales > 0)[:, None]).astype(np.uint8)
         else:
             stored = (np.clip(levels, -127, 127) * (scales > 0)[:, None]).astype(np.int8).view(np.uint8)
-        parts = planes(stored.reshape(-1)[: bits.size], compressor)
-        parts.update(planes(scales.view(np.uint32), compressor, "s"))
+        parts = pack(split(stored.reshape(-1)[: bits.size]), compressor)
+        parts.update(pack(split(scales.view(np.uint32)), compressor, "s"))
         return Encoded(self.id, {"block": BLOCK, "root": root}, parts)
 
-    def decode(self, encoded: Encoded, numel: int, itemsize: int, reference: Reference, *, floating: bool) -> Bits:
+    def decode(
+        self,
+        encoded: Encoded,
+        numel: int,
+        itemsize: int,
+        reference: Reference,
+        *,
+        floating: bool,
+        out: Bits | None = None,
+    ) -> Bits:
         """As in :class:`~ds_galore.checkpoint.codecs.base.Codec`."""
         if itemsize != 4 or not floating or encoded.params.get("block") != BLOCK:
             raise CodecError(f"blocks of int8 with impossible parameters: {dict(encoded.params)!r}")
-        stored = from_planes(encoded.parts, numel, 1)
-        scales = from_planes(encoded.parts, -(-numel // BLOCK), 4, "s").view(np.float32).astype(np.float64)[:, None]
+        stored, blocks = join(unpack(encoded.parts, numel, 1), numel, 1), -(-numel // BLOCK)
+        scales = join(unpack(encoded.parts, blocks, 4, "s"), blocks, 4).view(np.float32).astype(np.float64)[:, None]
         root = encoded.params.get("root") is True
         values = _blocks((stored if root else stored.view(np.int8)).astype(np.float64)) * scales
         if root:
             values = values * values
-        return np.ascontiguousarray(values.reshape(-1)[:numel].astype(np.float32)).view(np.uint32)
+        return put(values.reshape(-1)[:numel].astype(np.float32).view(np.uint32), out)
 
 
 def _blocks(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

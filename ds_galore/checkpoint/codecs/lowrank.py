@@ -13,14 +13,15 @@ bits, since ``set_flush_denormal`` changes what arithmetic makes of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ds_galore.checkpoint.codecs.base import Bits, CodecError, Compressor, Encoded, Reference, from_planes, planes
-from ds_galore.checkpoint.codecs.planes import difference, ordered, restored, unordered
+from ds_galore.checkpoint.codecs import words
+from ds_galore.checkpoint.codecs.base import Bits, Bytes, CodecError, Compressor, Encoded, Reference, pack, unpack
+from ds_galore.checkpoint.codecs.words import How, join, join_sorted, split, split_sorted
 
 __all__ = ["LowRankCodec"]
 
@@ -58,14 +59,22 @@ class LowRankCodec:
         if not _is_exact(coefficients, integers):
             return None
         prediction = _predict(coefficients, exponents, integers, decay, reference)
-        order = _by_exponent(prediction)
-        residual = difference(ordered(bits, floating=True), ordered(prediction, floating=True))[order]
-        parts = planes(residual, compressor)
-        parts.update(planes(_zigzag(coefficients.reshape(-1).astype(np.int32)), compressor, "c"))
-        parts.update(planes(_zigzag(exponents.astype(np.int16)), compressor, "e"))
+        parts = pack(split_sorted(bits, prediction), compressor)
+        for prefix, numbers in (("c", coefficients.astype(np.int32)), ("e", exponents.astype(np.int16))):
+            signed = numbers.reshape(-1).view(numbers.dtype.str.replace("i", "u"))
+            parts.update(pack(split(signed, How.DIFFERENCE, np.zeros_like(signed)), compressor, prefix))
         return Encoded(self.id, {"factors": names, "decay": decay, "rank": span.shape[1]}, parts)
 
-    def decode(self, encoded: Encoded, numel: int, itemsize: int, reference: Reference, *, floating: bool) -> Bits:
+    def decode(
+        self,
+        encoded: Encoded,
+        numel: int,
+        itemsize: int,
+        reference: Reference,
+        *,
+        floating: bool,
+        out: Bits | None = None,
+    ) -> Bits:
         """As in :class:`~ds_galore.checkpoint.codecs.base.Codec`."""
         names, decay = _checked_params(encoded.params, reference)
         base = reference.base
@@ -74,14 +83,12 @@ class LowRankCodec:
         span = _joined(reference, names)
         rows, rank = _rows(reference, numel), span.shape[1]
         integers = _integers(span)
-        coefficients = _unzigzag(from_planes(encoded.parts, rows * rank, 4, "c")).astype(np.float64).reshape(rows, rank)
-        exponents = _unzigzag(from_planes(encoded.parts, rows, 2, "e")).astype(np.int64)
+        coefficients = _signed(encoded.parts, rows * rank, 4, "c").astype(np.float64).reshape(rows, rank)
+        exponents = _signed(encoded.parts, rows, 2, "e").astype(np.int64)
         if integers is None or not _is_exact(coefficients, integers) or np.abs(exponents).max(initial=0) > 400:
             raise CodecError("a low-rank difference exceeds the range in which its prediction is exact")
         prediction = _predict(coefficients, exponents, integers, decay, reference)
-        residual = np.empty(numel, dtype=np.uint32)
-        residual[_by_exponent(prediction)] = from_planes(encoded.parts, numel, 4)
-        return unordered(restored(residual, ordered(prediction, floating=True)), floating=True)
+        return join_sorted(unpack(encoded.parts, numel, 4), prediction, prediction if out is None else out)
 
 
 def _checked_params(params: Any, reference: Reference) -> tuple[list[str], int]:
@@ -97,15 +104,22 @@ def _checked_params(params: Any, reference: Reference) -> tuple[list[str], int]:
     return names, decay
 
 
+def _signed(parts: Mapping[str, Bytes], numel: int, width: int, prefix: str) -> npt.NDArray[Any]:
+    """Integers of either sign from their byte planes."""
+    zeros = np.zeros(numel, f"=u{width}")
+    return join(unpack(parts, numel, width, prefix), numel, width, How.DIFFERENCE, zeros).view(f"=i{width}")
+
+
 def _joined(reference: Reference, names: list[str]) -> Float64:
-    return np.concatenate([reference.factors[name].astype(np.float64) for name in names], axis=1)
+    return np.concatenate([reference.factors[name] for name in names], axis=1, dtype=np.float64)
 
 
 def _integers(span: Float64) -> Float64 | None:
     """``Q`` in units of ``2^-FACTOR_BITS``: integers in float64. None where it is not finite."""
-    if not np.isfinite(span).all() or np.abs(span).max(initial=0.0) > 4.0:
+    if not (span.max(initial=0.0) <= 4.0 and span.min(initial=0.0) >= -4.0):  # a NaN is neither
         return None
-    return np.rint(np.ldexp(span, FACTOR_BITS))
+    scaled = span * 2.0**FACTOR_BITS  # exact
+    return np.rint(scaled, out=scaled)
 
 
 def _is_exact(coefficients: Float64, integers: Float64) -> bool:
@@ -127,13 +141,6 @@ def _chunks(reference: Reference, numel: int) -> Iterator[tuple[slice, slice, in
         last = min(first + step, rows)
         begin, end = max(first * columns - lead, 0), min(last * columns - lead, numel)
         yield slice(first, last), slice(begin, end), lead if first == 0 else 0
-
-
-def _block(values: Float64, rows: int, columns: int, lead: int) -> Float64:
-    """Elements as ``rows x columns``, with zeros where a partial row is not held."""
-    block = np.zeros(rows * columns)
-    block[lead : lead + values.size] = values
-    return block.reshape(rows, columns)
 
 
 def _wide(bits: Bits) -> Float64:
@@ -182,12 +189,11 @@ def _coefficients(
     """``C`` in integers, ``(rows, r)``, and the exponent of the unit of each row."""
     assert reference.base is not None
     rows, rank = _rows(reference, bits.size), solve.shape[1]
-    factor = np.ldexp(float(decay), -DECAY_BITS)
     coefficients, exponents = np.empty((rows, rank)), np.zeros(rows, dtype=np.int64)
     for held, elements, lead in _chunks(reference, bits.size):
-        new, old = _wide(bits[elements]), _wide(reference.base[elements])
-        change = np.where((new != 0) & (old != 0), new - factor * old, 0.0)  # what is not finite tells nothing
-        exact = _block(change, held.stop - held.start, reference.columns, lead) @ solve
+        change = np.zeros((held.stop - held.start) * reference.columns)  # zero where a partial row is not held
+        _change(bits[elements], reference.base[elements], decay, change[lead:][: elements.stop - elements.start])
+        exact = change.reshape(-1, reference.columns) @ solve
         largest = np.abs(exact).max(axis=1, initial=0.0)
         exponent = np.where(largest > 0, np.frexp(largest)[1] - (COEFFICIENT_BITS - 1), 0)
         exponent = np.clip(exponent, -400, 400)
@@ -196,34 +202,33 @@ def _coefficients(
     return coefficients, exponents
 
 
+def _change(bits: Bits, base: Bits, decay: int, out: Float64) -> None:
+    """Put ``bits - a * base`` into ``out``; zero for what is not finite, which tells nothing."""
+    factor = float(np.ldexp(float(decay), -DECAY_BITS))
+    if words.compiled is not None:
+        words.compiled.change(np.ascontiguousarray(bits), np.ascontiguousarray(base), factor, out)
+        return
+    new, old = _wide(bits), _wide(base)
+    out[:] = np.where((new != 0) & (old != 0), new - factor * old, 0.0)
+
+
 def _predict(
     coefficients: Float64, exponents: npt.NDArray[np.int64], integers: Float64, decay: int, reference: Reference
 ) -> Bits:
     """The prediction's bit patterns."""
     assert reference.base is not None
-    base, factor = reference.base, np.ldexp(float(decay), -DECAY_BITS)
-    prediction = np.empty(base.size, dtype=np.float32)
+    base, factor = reference.base, float(np.ldexp(float(decay), -DECAY_BITS))
+    prediction: Bits = np.empty(base.size, dtype=np.uint32)
     for held, elements, lead in _chunks(reference, base.size):
         product = coefficients[held] @ integers.T
-        product *= np.ldexp(1.0, exponents[held] - FACTOR_BITS)[:, None]  # exact: powers of two
-        change = product.reshape(-1)
-        kept = factor * _wide(base[elements])
-        value = kept + change[lead : lead + kept.size]
+        scales = np.ldexp(1.0, exponents[held] - FACTOR_BITS)  # exact: powers of two
+        old, out = base[elements], prediction[elements]
+        if words.compiled is not None:
+            words.compiled.predict(product, scales, np.ascontiguousarray(old), factor, lead, reference.columns, out)
+            continue
+        product *= scales[:, None]
+        value = factor * _wide(old) + product.reshape(-1)[lead : lead + old.size]
         magnitude = np.abs(value)
         usable = (magnitude >= 2.0**-126) & (magnitude < 2.0**127)
-        prediction[elements] = np.where(usable, value, 0.0).astype(np.float32)
-    return prediction.view(np.uint32)
-
-
-def _by_exponent(prediction: Bits) -> npt.NDArray[np.intp]:
-    """An order in which elements whose prediction has one exponent, and so residuals of one size, are neighbours."""
-    return np.argsort(((prediction >> 23) & np.uint32(0xFF)).astype(np.uint8), kind="stable")
-
-
-def _zigzag(values: npt.NDArray[Any]) -> Bits:
-    unsigned = values.view(values.dtype.str.replace("i", "u"))
-    return difference(unsigned, np.zeros_like(unsigned))
-
-
-def _unzigzag(values: Bits) -> npt.NDArray[Any]:
-    return restored(values, np.zeros_like(values)).view(values.dtype.str.replace("u", "i"))
+        out[:] = np.where(usable, value, 0.0).astype(np.float32).view(np.uint32)
+    return prediction

@@ -18,10 +18,21 @@ class StoreCodec:
         """Always applies."""
         return Encoded(self.id, {}, {"data": bits.astype(bits.dtype.newbyteorder("<"), copy=False).view(np.uint8)})
 
-    def decode(self, encoded: Encoded, numel: int, itemsize: int, reference: Reference, *, floating: bool) -> Bits:
+    def decode(
+        self,
+        encoded: Encoded,
+        numel: int,
+        itemsize: int,
+        reference: Reference,
+        *,
+        floating: bool,
+        out: Bits | None = None,
+    ) -> Bits:
         """As in :class:`~ds_galore.checkpoint.codecs.base.Codec`."""
         data = encoded.parts.get("data")
         if data is None or data.nbytes != numel * itemsize:
             found = "none" if data is None else str(data.nbytes)
             raise CodecError(f"stored bytes: found {found}, expected {numel * itemsize}")
-        return np.frombuffer(data.tobytes(), dtype=f"<u{itemsize}").astype(f"=u{itemsize}", copy=False)
+        words: Bits = np.empty(numel, f"=u{itemsize}") if out is None else out
+        words[:] = np.ascontiguousarray(data).view(f"<u{itemsize}")
+        return words
