@@ -278,6 +278,7 @@ def _zero(found: Found) -> Lined:
         for kind in kinds
     ]
     yield from _table(["", *(f"{run['world_size']} ranks, of AdamW's" for run in runs)], rows)
+    yield from _inner([run for run in runs if "inner_seconds" in run])
     yield from _said(
         "Bytes that a rank sends in a step beyond AdamW's on the same job, as a share of what ZeRO-3 itself sends "
         "(a "
@@ -300,6 +301,33 @@ def _zero(found: Found) -> Lined:
         f" {_judged(f'traffic of {shape}, replicated', replicated, 0.1, unit='%')}; at"
         f" most 10% with sharded ones: {_judged(f'traffic of {shape}, sharded', sharded, 10, unit='%')}."
     )
+
+
+def _inner(runs: Sequence[Found]) -> Lined:
+    """The optimizer's own step under ZeRO-3, of those runs that timed it."""
+    if not runs:
+        return
+    yield from _said(
+        "Of that the optimizer's own `step()`, without ZeRO-3's norms, copies and gathers, beside its floor: the bare"
+        " arithmetic of a rank's rows in plain torch, on all ranks at once."
+    )
+    rows = [
+        [
+            kind,
+            *(
+                f"{_milliseconds(run['inner_seconds'][kind])}, {run['inner_seconds'][kind]['of_floor']:.2f}x"
+                for run in runs
+            ),
+        ]
+        for kind in runs[0]["inner_seconds"]
+    ]
+    yield from _table(["", *(f"{run['world_size']} ranks, of the floor" for run in runs)], rows)
+    judged = []
+    for run in runs:
+        ranks, ratio = f"{run['world_size']} ranks", run["inner_seconds"]["GaLoreAdamW, amortised"]["of_floor"]
+        name = f"step of {run['shape']} on {ranks}, amortised, of the floor"
+        judged.append(f"{ranks} {_judged(name, ratio, 1.3)}")
+    yield from _said(f"With the refreshes of a gap, of the floor: {', '.join(judged)}.")
 
 
 def _beyond(run: Found, kind: str) -> float:

@@ -7,6 +7,9 @@ DeepSpeed's Muon, in engines of their own, which take turns. Timed is ``engine.s
 whole gap with one refresh of each matrix. Bytes are those of all messages of one training step that torch's profiler
 sees gloo send, by what each operation takes in a ring; what exceeds AdamW's is the optimizer's. Kept are the tensors of
 the optimizer's state.
+
+Of it, the optimizer's own ``step()`` is timed too, beside its floor: the bare arithmetic of this rank's rows in plain
+torch, on all ranks at the same time. ZeRO-3's norms, copies and gathers are in neither.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import json
 import math
 import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +65,20 @@ def main() -> None:
     engines = {kind: _engine(name, settings, rank, options, gap=NEVER) for kind, settings in OPTIMIZERS.items()}
     engines["GaLoreAdamW, refreshing"] = _engine(name, OPTIMIZERS["GaLoreAdamW, replicated"], rank, options, gap=1)
     found: dict[str, Any] = {"shape": name, "layers": options.layers, "rank": rank, "world_size": dist.get_world_size()}
-    seconds = _turns(engines, options)
+    plans = engines["GaLoreAdamW, replicated"].basic_optimizer.parameter_plans()
+    seconds, inner = _turns(engines, _floor(plans, dist.get_world_size()), options)
+    found["inner_seconds"] = {
+        kind: {**spread(taken), "of_floor": median_ratio(taken, inner["floor"])} for kind, taken in inner.items()
+    }
+    refreshing = inner.get("GaLoreAdamW, refreshing", [])
+    inner_amortised = [
+        none + max(all_ - none, 0.0) / options.gap
+        for all_, none in zip(refreshing, inner["GaLoreAdamW, replicated"], strict=True)
+    ]
+    found["inner_seconds"]["GaLoreAdamW, amortised"] = {
+        **spread(inner_amortised),
+        "of_floor": median_ratio(inner_amortised, inner["floor"]),
+    }
     adamw, steady = seconds["AdamW"], seconds["GaLoreAdamW, replicated"]
     refresh = [max(all_ - none, 0.0) for all_, none in zip(seconds["GaLoreAdamW, refreshing"], steady, strict=True)]
     # At a gap of 1 every matrix is refreshed in every step: a gap of many steps holds one such step.
@@ -72,7 +89,6 @@ def main() -> None:
     }
     found["bytes"] = {kind: _traffic(engine, options) for kind, engine in engines.items()}
     found["state_bytes"] = {kind: _state(engine) for kind, engine in engines.items()}
-    plans = engines["GaLoreAdamW, replicated"].basic_optimizer.parameter_plans()
     world = dist.get_world_size()
     found["parameters"] = sum(plan.numel for plan in plans)
     # What gathering whole gradients, stepping on one rank and scattering updates would send.
@@ -119,22 +135,89 @@ def _backward(engine: Any, options: argparse.Namespace, number: int) -> None:
     engine.backward(engine(input_ids=tokens, labels=tokens).loss)
 
 
-def _turns(engines: dict[str, Any], options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of ``engine.step()``, by engine and round; the order rotates."""
+def _floor(plans: Sequence[Any], world: int) -> Callable[[], None]:
+    """The bare arithmetic of a step of GaLore on one rank's share of all parameters, as in step.py."""
+    beta1, beta2, eps, lr = 0.9, 0.999, 1e-6, 1e-4
+    held = []
+    for plan in plans:
+        columns = plan.columns if plan.side else 1
+        rows = -(-plan.numel // columns // world)
+        weight, grad = torch.randn(rows, columns), torch.randn(rows, columns)
+        if not plan.side:
+            held.append((plan, weight, grad, None, torch.zeros_like(grad), torch.zeros_like(grad)))
+            continue
+        right = plan.side == "right"
+        basis = torch.linalg.qr(torch.randn(columns if right else max(rows, plan.rank), plan.rank))[0]
+        low = torch.zeros(rows, plan.rank) if right else torch.zeros(plan.rank, columns)
+        held.append((plan, weight, grad, basis if right else basis[:rows], low, low.clone()))
+
+    def step() -> None:
+        for plan, weight, grad, basis, exp_avg, exp_avg_sq in held:
+            low = grad.clone() if basis is None else grad @ basis if plan.side == "right" else basis.t() @ grad
+            exp_avg.lerp_(low, 1.0 - beta1)
+            exp_avg_sq.mul_(beta2).addcmul_(low, low, value=1.0 - beta2)
+            torch.sqrt(exp_avg_sq, out=low)
+            torch.div(exp_avg, low.add_(eps), out=low)
+            if basis is None:
+                weight.add_(low, alpha=-lr)
+            elif plan.side == "right":
+                weight.addmm_(low, basis.t(), alpha=-lr)
+            else:
+                weight.addmm_(basis, low, alpha=-lr)
+
+    return step
+
+
+class _Timed:
+    """Counts the seconds of a function's calls."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function, self.seconds = function, 0.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            self.seconds += time.perf_counter() - begin
+
+
+def _turns(
+    engines: dict[str, Any], floor: Callable[[], None], options: argparse.Namespace
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds of ``engine.step()`` and of the optimizer's in it, by engine and round; the order rotates."""
     import torch.distributed as dist
 
     times: dict[str, list[float]] = {kind: [] for kind in engines}
-    kinds = list(engines)
+    kinds = [*engines, "floor"]
+    inner: dict[str, list[float]] = {kind: [] for kind in kinds if kind != "Muon"}  # whose step is the engine's
+    clocks = {}
+    for kind in inner:
+        if kind != "floor":
+            optimizer = engines[kind].optimizer.optimizer
+            clocks[kind] = optimizer.step = _Timed(optimizer.step)
     for number in range(-2, options.rounds):  # the first steps make states and bases
         for kind in kinds[number % len(kinds) :] + kinds[: number % len(kinds)]:
-            _backward(engines[kind], options, number + 2)
+            if kind != "floor":
+                _backward(engines[kind], options, number + 2)
+            before = clocks[kind].seconds if kind in clocks else 0.0
             dist.barrier()
             begin = time.perf_counter()
-            engines[kind].step()
+            if kind == "floor":
+                with torch.no_grad():
+                    floor()
+                own = time.perf_counter() - begin
+            else:
+                engines[kind].step()
+                own = clocks[kind].seconds - before if kind in clocks else 0.0
             dist.barrier()
-            if number >= 0:
+            if number < 0:
+                continue
+            if kind in inner:
+                inner[kind].append(own)
+            if kind != "floor":
                 times[kind].append(time.perf_counter() - begin)
-    return times
+    return times, inner
 
 
 #: What a rank sends in a ring of W ranks, by the bytes that it hands to an operation.
