@@ -18,7 +18,7 @@ stall       time until ``save_checkpoint`` returns and until all is on the disk,
             with a save of ours
 stall-adamw the times, with AdamW's larger state
 load        time of a load and the memory that it takes for a moment: ours full and differential, DeepSpeed's own,
-            torch.distributed.checkpoint's
+            torch.distributed.checkpoint's; from the kernel's cache, and from the disk
 load-adamw  the same of AdamW's state
 
 The size rows also compress the projected weights by zstd, byte planes, zipnn and z4ai, where those are installed
@@ -431,6 +431,20 @@ def peak_of(work: Callable[[], object]) -> tuple[float, int]:
     return taken, max(resident, default=before) - before
 
 
+def evict(directory: Path) -> bool:
+    """Have files read from the disk again, as on a machine that has just started; whether that can be asked for."""
+    dist.barrier()
+    can = hasattr(os, "posix_fadvise")
+    if can and dist.get_rank() == 0:
+        for path in directory.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    dist.barrier()
+    return can
+
+
 def loads(run: Run, row: str, hidden: int, output: Path, repeats: int, gap: int) -> dict[str, Any]:
     """Time and memory of loads, in turns; each gives the state that was saved."""
     import torch.distributed.checkpoint as dcp
@@ -460,16 +474,22 @@ def loads(run: Run, row: str, hidden: int, output: Path, repeats: int, gap: int)
         "dcp": load_dcp,
     }
     found: dict[str, list[tuple[float, int]]] = {name: [] for name in ways}
+    from_disk: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(-1, repeats):
         turn = number % len(ways)
         for name in (*list(ways)[turn:], *list(ways)[:turn]):
-            taken = peak_of(ways[name])
-            if number >= 0:
-                found[name].append(taken)
-            now, expected = local_state(run), of_base if name == "ours, full" else saved
-            assert now.keys() == expected.keys(), name
-            for key, tensor in expected.items():
-                assert torch.equal(now[key], tensor), f"{name}: {key} is not what was saved"
+            for cold in (False, True):
+                if cold and not evict(output):
+                    continue
+                taken = peak_of(ways[name])
+                if number >= 0 and cold:
+                    from_disk[name].append(taken[0])
+                elif number >= 0:
+                    found[name].append(taken)
+                now, expected = local_state(run), of_base if name == "ours, full" else saved
+                assert now.keys() == expected.keys(), name
+                for key, tensor in expected.items():
+                    assert torch.equal(now[key], tensor), f"{name}: {key} is not what was saved"
     rows: dict[str, Any] = {}
     for name, each in found.items():
         seconds, peaks = [one for one, _ in each], [float(peak) for _, peak in each]
@@ -479,6 +499,9 @@ def loads(run: Run, row: str, hidden: int, output: Path, repeats: int, gap: int)
             "peak_bytes": statistics.median(peaks),
             "peaks": peaks,
         }
+        if from_disk[name]:
+            of_native = median_ratio(from_disk[name], from_disk["native"])
+            rows[name]["from_disk"] = {**spread(from_disk[name]), "of_native": of_native}
     return {"row": row, "hidden": hidden, "state_bytes_of_a_rank": bytes_of(saved), "rows": rows}
 
 

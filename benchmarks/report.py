@@ -544,17 +544,27 @@ def _load(found: Found) -> Lined:
         yield f"{'AdamW' if 'adamw' in name else 'GaLore'}, {_mega(state)} MB of state a rank:"
         yield ""
         rows = [
-            [way, _seconds(row), f"{row['of_native']:.2f}", _mega(row["peak_bytes"])]
+            [
+                *(way, _seconds(row), f"{row['of_native']:.2f}", _mega(row["peak_bytes"])),
+                *((_seconds(row["from_disk"]), f"{row['from_disk']['of_native']:.2f}") if "from_disk" in row else "--"),
+            ]
             for way, row in run["rows"].items()
         ]
-        yield from _table(["", "seconds", "of native", "MB more"], rows)
+        titles = ["", "seconds, from the kernel's cache", "of native", "MB more", "seconds, from the disk", "of native"]
+        yield from _table(titles, rows)
         native = run["rows"]["native"]
         judged = []
         for way in ("ours, full", "ours, differential"):
             row = run["rows"][way]
             of_memory = round(row["peak_bytes"] / max(native["peak_bytes"], 1), 2)  # sampled: no finer
             judged.append(
-                f"{way}: time {_judged(f'{kind}, {way}: time, of native', row['of_native'], 1.0)}, memory"
+                f"{way}: time {_judged(f'{kind}, {way}: time, of native', row['of_native'], 1.0)}"
+                + (
+                    f" (from the disk {_judged(f'{kind}, {way}, from the disk: time, of native', cold, 1.0)})"
+                    if (cold := row.get("from_disk", {}).get("of_native"))
+                    else ""
+                )
+                + ", memory"
                 f" {_judged(f'{kind}, {way}: memory, of native', of_memory, 1.0)}"
             )
         yield f"At most DeepSpeed's own: {'; '.join(judged)}."
