@@ -488,7 +488,7 @@ def _checkpoint_bytes(found: Found) -> Lined:
         whole = parts["projected_weights"]
         ways = {"low rank (ours)": parts["parts"]["projected weights"]["written"], **whole["sizes"]}
         rows = [[way, _mega(size), f"{whole['float32'] / size:.2f}x"] for way, size in ways.items()]
-        yield "The projected weights of the first, by each way:"
+        yield "The projected weights of GaLore without a refresh between, by each way:"
         yield ""
         yield from _table(["", "MB", "smaller"], rows)
 
