@@ -12,7 +12,7 @@ DOCS = ["sphinx>=8.1", "myst-parser>=4.0", "furo>=2024.8.6", "sphinx-click>=6.0"
 COMPILED = Extension(
     "ds_galore.checkpoint.codecs._compiled",
     ["ds_galore/checkpoint/codecs/compiled.c"],
-    extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
+    extra_compile_args=["-fno-fast-math", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
     optional=True,
 )
 VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "ds_galore" / "__init__.py").read_text(), re.MULTILINE)

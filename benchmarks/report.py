@@ -271,14 +271,17 @@ def _zero(found: Found) -> Lined:
     layers = f"{first['layers']} layer{'s' * (first['layers'] > 1)}"
     yield f"## Under ZeRO-3: {layers} of {first['shape']}, rank {first['rank']}"
     yield ""
-    yield '`engine.step()` in milliseconds; "amortised" has the refreshes of a gap of 200 steps in it.'
+    yield from _said(
+        '`engine.step()` in milliseconds; "amortised" has the refreshes of a gap of 200 steps in it. One round,'
+        " where the least and the greatest are equal."
+    )
     yield ""
     rows = [
         [kind, *(f"{_milliseconds(run['seconds'][kind])}, {run['seconds'][kind]['of_adamw']:.2f}x" for run in runs)]
         for kind in kinds
     ]
     yield from _table(["", *(f"{run['world_size']} ranks, of AdamW's" for run in runs)], rows)
-    yield from _inner([run for run in runs if "inner_seconds" in run])
+    yield from _inner([run for run in runs if "inner_seconds" in run and run.get("rounds", 0) >= 3])
     yield from _said(
         "Bytes that a rank sends in a step beyond AdamW's on the same job, as a share of what ZeRO-3 itself sends "
         "(a "
@@ -309,7 +312,8 @@ def _inner(runs: Sequence[Found]) -> Lined:
         return
     yield from _said(
         "Of that the optimizer's own `step()`, without ZeRO-3's norms, copies and gathers, beside its floor: the bare"
-        " arithmetic of a rank's rows in plain torch, on all ranks at once."
+        " arithmetic of a rank's rows in plain torch, on all ranks at once. What the optimizer sends and its waiting"
+        " for other ranks are in its time alone."
     )
     rows = [
         [

@@ -9,7 +9,8 @@ sees gloo send, by what each operation takes in a ring; what exceeds AdamW's is 
 the optimizer's state.
 
 Of it, the optimizer's own ``step()`` is timed too, beside its floor: the bare arithmetic of this rank's rows in plain
-torch, on all ranks at the same time. ZeRO-3's norms, copies and gathers are in neither.
+torch, on all ranks at the same time. ZeRO-3's norms, copies and gathers are in neither; what the optimizer itself
+sends, and its waiting for other ranks, are in its own time alone.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def main() -> None:
     engines = {kind: _engine(name, settings, rank, options, gap=NEVER) for kind, settings in OPTIMIZERS.items()}
     engines["GaLoreAdamW, refreshing"] = _engine(name, OPTIMIZERS["GaLoreAdamW, replicated"], rank, options, gap=1)
     found: dict[str, Any] = {"shape": name, "layers": options.layers, "rank": rank, "world_size": dist.get_world_size()}
+    found["rounds"] = options.rounds
     plans = engines["GaLoreAdamW, replicated"].basic_optimizer.parameter_plans()
     seconds, inner = _turns(engines, _floor(plans, dist.get_world_size()), options)
     found["inner_seconds"] = {
@@ -148,16 +150,16 @@ def _floor(plans: Sequence[Any], world: int) -> Callable[[], None]:
             continue
         right = plan.side == "right"
         basis = torch.linalg.qr(torch.randn(columns if right else max(rows, plan.rank), plan.rank))[0]
-        low = torch.zeros(rows, plan.rank) if right else torch.zeros(plan.rank, columns)
+        low = torch.zeros(rows, plan.rank) if right else torch.zeros(plan.rank, -(-columns // world))
         held.append((plan, weight, grad, basis if right else basis[:rows], low, low.clone()))
 
     def step() -> None:
         for plan, weight, grad, basis, exp_avg, exp_avg_sq in held:
             low = grad.clone() if basis is None else grad @ basis if plan.side == "right" else basis.t() @ grad
-            exp_avg.lerp_(low, 1.0 - beta1)
-            exp_avg_sq.mul_(beta2).addcmul_(low, low, value=1.0 - beta2)
-            torch.sqrt(exp_avg_sq, out=low)
-            torch.div(exp_avg, low.add_(eps), out=low)
+            own = low if low.shape == exp_avg.shape else low[:, : exp_avg.shape[1]]  # of a left one, a rank's share
+            exp_avg.lerp_(own, 1.0 - beta1)
+            exp_avg_sq.mul_(beta2).addcmul_(own, own, value=1.0 - beta2)
+            torch.div(exp_avg, torch.sqrt(exp_avg_sq).add_(eps), out=own)
             if basis is None:
                 weight.add_(low, alpha=-lr)
             elif plan.side == "right":

@@ -242,6 +242,8 @@ def _assembled(description: Mapping[str, Any], read: Read) -> Tensor:
     dtype, shape = getattr(torch, str(description["dtype"]), None), [int(size) for size in description["shape"]]
     if not isinstance(dtype, torch.dtype):
         raise DamageError(f"a state file names the dtype {description['dtype']!r}")
+    if any(size < 0 for size in shape):
+        raise DamageError(f"a state file describes a tensor of shape {shape}")
     flat = _empty(math.prod(shape), dtype)
     width = flat.element_size() if dtype in NAMES else 1
     scale = flat.element_size() // width

@@ -148,7 +148,8 @@ class CheckpointReader:
     def bits(self, name: str, start: int = 0, stop: int | None = None, out: Bits | None = None) -> Bits:
         """Elements ``[start, stop)`` of a logical tensor as bit patterns, decoded and checked.
 
-        They are in ``out``, ``(stop - start,)`` contiguous words, where that is given and of the tensor's element size.
+        They are in ``out``, ``(stop - start,)`` contiguous unsigned words, where that is given and they have the
+        tensor's element size; in an array of their own else.
 
         Raises
         ------
@@ -174,8 +175,14 @@ class CheckpointReader:
         if not 0 <= start <= stop <= numel:
             raise ValueError(f"[{start}, {stop}) does not lie in {tensor.name} of {numel} elements")
         width = DTYPES[tensor.dtype]
-        if out is None or out.dtype.itemsize != width:
-            out = np.empty(stop - start, dtype=f"u{width}")  # the shards cover it
+        fits = out is not None and (out.dtype, out.shape) == (np.dtype(f"u{width}"), (stop - start,))
+        if out is None or not (fits and out.flags.c_contiguous):
+            try:
+                out = np.empty(stop - start, dtype=f"u{width}")  # the shards cover it
+            except MemoryError:
+                raise DamageError(
+                    f"{self.directory}: {tensor.name} has {(stop - start) * width} bytes, for which there is no memory"
+                ) from None
         known = start
         for first, last, rank, index in tensor.shards:
             begin, end = max(first, start, known), min(last, stop)

@@ -449,27 +449,54 @@ def test_large_low_rank_differences_are_the_same_compiled_and_in_numpy():
     assert np.array_equal(decode(encoded, encoded_size, 4, reference, floating=True), weights[part])
 
 
+PLANES = tuple(np.zeros(4, np.uint8) for _ in range(4))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda c, four: c.split(four, None, 0, 3, np.zeros(16, np.uint8)), "words of 3 bytes"),
-        (lambda c, four: c.split(four, None, 2, 4, np.zeros(16, np.uint8)), "how is 2, without base"),
-        (lambda c, four: c.split(four, four, 0, 4, np.zeros(16, np.uint8)), "how is 0, with a base"),
-        (lambda c, four: c.split(four, four[:3], 2, 4, np.zeros(16, np.uint8)), "base has 12 bytes where 16 belong"),
-        (lambda c, four: c.split(four, None, 0, 4, np.zeros(15, np.uint8)), "out has 15 bytes where 16 belong"),
-        (lambda c, four: c.split(np.zeros(15, np.uint8), None, 0, 4, np.zeros(15, np.uint8)), "values has 15 bytes"),
+        (lambda c, four: c.split(four, None, 0, 3, PLANES), "words of 3 bytes"),
+        (lambda c, four: c.split(four, None, 2, 4, PLANES), "how is 2, without base"),
+        (lambda c, four: c.split(four, four, 0, 4, PLANES), "how is 0, with a base"),
+        (lambda c, four: c.split(four, four[:3], 2, 4, PLANES), "base has 12 bytes where 16 belong"),
+        (lambda c, four: c.split(four, None, 0, 4, PLANES[:3]), "3 planes of words of 4 bytes"),
+        (lambda c, four: c.split(four, None, 0, 4, (*PLANES[:3], PLANES[0][:3])), "a plane has 3 bytes where 4 belong"),
+        (lambda c, four: c.split(four, None, 0, 4, (*PLANES[:3], None)), "bytes-like object"),
+        (lambda c, four: c.split(four, None, 0, 4, (*PLANES[:3], b"four")), "not writable"),
+        (lambda c, four: c.split(np.zeros(15, np.uint8), None, 0, 4, PLANES), "values has 15 bytes"),
         (lambda c, four: c.join((None,) * 3, None, 0, 4, four), "3 planes of words of 4 bytes"),
         (lambda c, four: c.join((None, np.zeros(5, np.uint8)) * 2, None, 0, 4, four), "a plane has 5 bytes where 4"),
         (lambda c, four: c.join((None, np.zeros(4, np.uint8), 7, None), None, 0, 4, four), "bytes-like object"),
         (lambda c, four: c.join((None,) * 4, four[:1], 3, 4, four), "base has 4 bytes where 16 belong"),
-        (lambda c, four: c.split_sorted(four, four[:2], four), "prediction has 8 bytes where 16 belong"),
+        (lambda c, four: c.split_sorted(four, four[:2], PLANES), "prediction has 8 bytes where 16 belong"),
         (lambda c, four: c.join_sorted((None,) * 4, four, four[:2]), "out has 8 bytes where 16 belong"),
         (lambda c, four: c.predict(np.zeros(6), np.ones(2), four, 1.0, 3, 3, four), "begins in column 3 of 3"),
-        (lambda c, four: c.predict(np.zeros(5), np.ones(2), four, 1.0, 0, 3, four), "product has 40 bytes where 48"),
+        (
+            lambda c, four: c.predict(np.zeros(5), np.ones(2), four, 1.0, 0, 3, four),
+            "product has 40 bytes where 2 rows of 3 belong",
+        ),
         (lambda c, four: c.predict(np.zeros(5), np.ones(1), four, 1.0, 2, 5, four), "4 elements from column 2 on"),
         (lambda c, four: c.change(four, four, 1.0, four), "out has 16 bytes where 32 belong"),
     ],
 )
 def test_compiled_loops_touch_nothing_outside_of_what_they_get(call, message):
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises((ValueError, TypeError, BufferError), match=message):
         call(words.compiled, np.zeros(4, np.uint32))
+
+
+def test_planes_that_are_kept_as_they_are_hold_no_other_memory():
+    bits = np.random.default_rng(0).integers(0, 2**32, 5000, np.uint32)
+    for encoded in (
+        CODECS["planes"].encode(bits, Reference(), floating=True, compressor=ZSTD),
+        CODECS["planes"].encode(bits, Reference(bits[::-1].copy()), floating=True, compressor=ZSTD),
+    ):
+        assert any(name.endswith("r") for name in encoded.parts)
+        for name, part in encoded.parts.items():
+            assert not name.endswith("r") or part.base is None, name
+
+
+def test_a_prediction_that_changes_meanwhile_is_refused_and_nothing_is_written_outside():
+    values, prediction = np.full(1000, 0xFFFFFFFF, np.uint32), np.zeros(1000, np.uint32)
+    planes = tuple(prediction[250 * number : 250 * (number + 1)].view(np.uint8) for number in range(4))  # over it
+    with pytest.raises(ValueError, match="the prediction was changed meanwhile"):
+        words.compiled.split_sorted(values, prediction, planes)

@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from ds_galore.checkpoint.errors import DamageError, FormatError, NotCommittedError
 from ds_galore.checkpoint.manifest import MANIFEST, Manifest
+from ds_galore.checkpoint.pieces import assemble
 from ds_galore.checkpoint.reader import CheckpointReader
 from ds_galore.checkpoint.store import CheckpointStore
 from ds_galore.errors import ConfigError, DsGaloreError
@@ -424,3 +425,23 @@ def test_the_newest_intact_checkpoint_is_found_behind_damaged_ones(store):
 def test_nothing_of_torch_or_deepspeed_is_needed():
     code = "import sys; sys.modules['torch'] = sys.modules['deepspeed'] = None; import ds_galore.checkpoint.store"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_elements_are_decoded_to_where_they_are_wanted_or_to_an_array_of_their_own(store):
+    save(store, 1)
+    reader = store.open("step-1")
+    whole = reader.bits("layer.weight/fp32")
+    for start, stop in ((0, whole.size), (5, whole.size - 7)):
+        out = np.zeros(stop - start, np.uint32)
+        assert reader.bits("layer.weight/fp32", start, stop, out) is out
+        assert np.array_equal(out, whole[start:stop])
+        for other in (np.zeros(stop - start, np.float32), np.zeros(stop - start + 1, np.uint32), out[::-1]):
+            before = other.copy()
+            assert np.array_equal(reader.bits("layer.weight/fp32", start, stop, other), whole[start:stop])
+            assert np.array_equal(other, before)
+
+
+@pytest.mark.parametrize("shape", [[-1], [2, -3], [-2, -2]])
+def test_a_tensor_of_negative_size_is_damage(shape):
+    with pytest.raises(DamageError, match=r"describes a tensor of shape \["):
+        assemble({"dtype": "float32", "shape": shape, "pieces": []}, lambda *_: (np.zeros(0, np.uint32), "F32"))

@@ -40,7 +40,7 @@ static const uint8_t zeros[BLOCK];
     }                                                                                                                  \
                                                                                                                        \
     FOR_EACH_PROCESSOR static unsigned split_##WIDTH(                                                                  \
-        const uint8_t *values, const uint8_t *base, int how, uint8_t *out, size_t numel)                               \
+        const uint8_t *values, const uint8_t *base, int how, uint8_t *const *out, size_t numel)                        \
     {                                                                                                                  \
         T word[BLOCK], old[BLOCK], any = 0;                                                                            \
         unsigned mask = 0;                                                                                             \
@@ -61,7 +61,7 @@ static const uint8_t zeros[BLOCK];
             for (size_t i = 0; i < count; i++)                                                                         \
                 any |= word[i];                                                                                        \
             for (int plane = 0; plane < WIDTH; plane++) {                                                              \
-                uint8_t *to = out + (size_t)plane * numel + begin;                                                     \
+                uint8_t *to = out[plane] + begin;                                                                      \
                 for (size_t i = 0; i < count; i++)                                                                     \
                     to[i] = (uint8_t)(word[i] >> (8 * plane));                                                         \
             }                                                                                                          \
@@ -122,28 +122,32 @@ static void places(const uint8_t *prediction, size_t numel, size_t next[256])
     }
 }
 
-static unsigned split_sorted(const uint8_t *values, const uint8_t *prediction, uint8_t *out, size_t numel)
+/* Which planes have other than zeros, or -1 where the prediction changed between the passes. */
+static int split_sorted(const uint8_t *values, const uint8_t *prediction, uint8_t *const *out, size_t numel)
 {
     size_t next[256];
     uint32_t any = 0;
-    unsigned mask = 0;
+    int mask = 0;
     places(prediction, numel, next);
     for (size_t i = 0; i < numel; i++) {
         uint32_t x, p;
         memcpy(&x, values + 4 * i, 4);
         memcpy(&p, prediction + 4 * i, 4);
         size_t at = next[p >> 23 & 255]++;
+        if (at >= numel)
+            return -1;
         x = zigzag_4(ordered_4(x), ordered_4(p));
         any |= x;
         for (int plane = 0; plane < 4; plane++)
-            out[(size_t)plane * numel + at] = (uint8_t)(x >> (8 * plane));
+            out[plane][at] = (uint8_t)(x >> (8 * plane));
     }
     for (int plane = 0; plane < 4; plane++)
-        mask |= (unsigned)((any >> (8 * plane) & 255) != 0) << plane;
+        mask |= ((any >> (8 * plane) & 255) != 0) << plane;
     return mask;
 }
 
-static void join_sorted(const uint8_t *const *planes, const uint8_t *prediction, uint8_t *out, size_t numel)
+/* 0, or -1 where the prediction changed between the passes; it may be where the words go. */
+static int join_sorted(const uint8_t *const *planes, const uint8_t *prediction, uint8_t *out, size_t numel)
 {
     size_t next[256];
     places(prediction, numel, next);
@@ -151,12 +155,15 @@ static void join_sorted(const uint8_t *const *planes, const uint8_t *prediction,
         uint32_t x = 0, p;
         memcpy(&p, prediction + 4 * i, 4);
         size_t at = next[p >> 23 & 255]++;
+        if (at >= numel)
+            return -1;
         for (int plane = 0; plane < 4; plane++)
             if (planes[plane])
                 x |= (uint32_t)planes[plane][at] << (8 * plane);
         x = ordered_4(unzigzag_4(x, ordered_4(p)));
         memcpy(out + 4 * i, &x, 4);
     }
+    return 0;
 }
 
 /* A float's value; 0 for denormals, infinities and NaNs, whose bits are looked at, since the processor may be set to
@@ -221,38 +228,8 @@ static int is_way(int how, int width, const Py_buffer *base)
     return 0;
 }
 
-PyDoc_STRVAR(split_doc, "split(values, base, how, width, out) -> which planes have other than zeros, a bit each");
-
-static PyObject *py_split(PyObject *self, PyObject *args)
-{
-    Py_buffer values, base, out;
-    int how, width;
-    PyObject *found = NULL;
-    if (!PyArg_ParseTuple(args, "y*z*iiw*", &values, &base, &how, &width, &out))
-        return NULL;
-    if (is_way(how, width, &base) && is_size(&out, values.len, "out") &&
-        (base.obj == NULL || is_size(&base, values.len, "base")) && is_size(&values, values.len / width * width, "values")) {
-        size_t numel = (size_t)(values.len / width);
-        unsigned mask = 0;
-        Py_BEGIN_ALLOW_THREADS
-        switch (width) {
-        case 1: mask = split_1(values.buf, base.buf, how, out.buf, numel); break;
-        case 2: mask = split_2(values.buf, base.buf, how, out.buf, numel); break;
-        case 4: mask = split_4(values.buf, base.buf, how, out.buf, numel); break;
-        default: mask = split_8(values.buf, base.buf, how, out.buf, numel);
-        }
-        Py_END_ALLOW_THREADS
-        found = PyLong_FromUnsignedLong(mask);
-    }
-    PyBuffer_Release(&values);
-    PyBuffer_Release(&out);
-    if (base.obj)
-        PyBuffer_Release(&base);
-    return found;
-}
-
 /* The planes of a tuple, None for one of zeros; how many were taken hold of, or -1 with an error set. */
-static int planes_of(PyObject *tuple, int width, size_t numel, Py_buffer held[8], const uint8_t *planes[8])
+static int planes_of(PyObject *tuple, int width, size_t numel, int flags, Py_buffer held[8], uint8_t *planes[8])
 {
     int count = 0;
     if (PyTuple_GET_SIZE(tuple) != width) {
@@ -262,9 +239,9 @@ static int planes_of(PyObject *tuple, int width, size_t numel, Py_buffer held[8]
     for (int plane = 0; plane < width; plane++) {
         PyObject *each = PyTuple_GET_ITEM(tuple, plane);
         planes[plane] = NULL;
-        if (each == Py_None)
+        if (each == Py_None && flags == PyBUF_SIMPLE)
             continue;
-        if (PyObject_GetBuffer(each, &held[count], PyBUF_SIMPLE) == 0) {
+        if (PyObject_GetBuffer(each, &held[count], flags) == 0) {
             planes[plane] = held[count].buf;
             if (is_size(&held[count++], (Py_ssize_t)numel, "a plane"))
                 continue;
@@ -276,27 +253,68 @@ static int planes_of(PyObject *tuple, int width, size_t numel, Py_buffer held[8]
     return count;
 }
 
+static PyObject *changed(void)
+{
+    PyErr_SetString(PyExc_ValueError, "the prediction was changed meanwhile");
+    return NULL;
+}
+
+PyDoc_STRVAR(split_doc, "split(values, base, how, width, planes) -> which planes have other than zeros, a bit each");
+
+static PyObject *py_split(PyObject *self, PyObject *args)
+{
+    Py_buffer values, base, held[8];
+    uint8_t *planes[8];
+    int how, width, count = -1;
+    unsigned mask = 0;
+    PyObject *tuple;
+    if (!PyArg_ParseTuple(args, "y*z*iiO!", &values, &base, &how, &width, &PyTuple_Type, &tuple))
+        return NULL;
+    if (is_way(how, width, &base) && is_size(&values, values.len / width * width, "values") &&
+        (base.obj == NULL || is_size(&base, values.len, "base")))
+        count = planes_of(tuple, width, (size_t)(values.len / width), PyBUF_WRITABLE, held, planes);
+    if (count >= 0) {
+        size_t numel = (size_t)(values.len / width);
+        Py_BEGIN_ALLOW_THREADS
+        switch (width) {
+        case 1: mask = split_1(values.buf, base.buf, how, planes, numel); break;
+        case 2: mask = split_2(values.buf, base.buf, how, planes, numel); break;
+        case 4: mask = split_4(values.buf, base.buf, how, planes, numel); break;
+        default: mask = split_8(values.buf, base.buf, how, planes, numel);
+        }
+        Py_END_ALLOW_THREADS
+        while (count)
+            PyBuffer_Release(&held[--count]);
+        count = 0;
+    }
+    PyBuffer_Release(&values);
+    if (base.obj)
+        PyBuffer_Release(&base);
+    return count < 0 ? NULL : PyLong_FromUnsignedLong(mask);
+}
+
 PyDoc_STRVAR(join_doc, "join(planes, base, how, width, out): the inverse of split; None is a plane of zeros");
 
 static PyObject *py_join(PyObject *self, PyObject *args)
 {
     Py_buffer base, out, held[8];
-    const uint8_t *planes[8];
+    uint8_t *planes[8];
     int how, width, count = -1;
     PyObject *tuple;
     if (!PyArg_ParseTuple(args, "O!z*iiw*", &PyTuple_Type, &tuple, &base, &how, &width, &out))
         return NULL;
     if (is_way(how, width, &base) && is_size(&out, out.len / width * width, "out") &&
         (base.obj == NULL || is_size(&base, out.len, "base")))
-        count = planes_of(tuple, width, (size_t)(out.len / width), held, planes);
+        count = planes_of(tuple, width, (size_t)(out.len / width), PyBUF_SIMPLE, held, planes);
     if (count >= 0) {
         size_t numel = (size_t)(out.len / width);
+        const uint8_t *const *from = (const uint8_t *const *)planes;
         Py_BEGIN_ALLOW_THREADS
         switch (width) {
-        case 1: join_1(planes, base.buf, how, out.buf, numel); break;
-        case 2: join_2(planes, base.buf, how, out.buf, numel); break;
-        case 4: join_4(planes, base.buf, how, out.buf, numel); break;
-        default: join_8(planes, base.buf, how, out.buf, numel);
+        case 1: join_1(from, base.buf, how, out.buf, numel); break;
+        case 2: join_2(from, base.buf, how, out.buf, numel); break;
+        case 4: join_4(from, base.buf, how, out.buf, numel); break;
+        default: join_8(from, base.buf, how, out.buf, numel);
         }
         Py_END_ALLOW_THREADS
         while (count)
@@ -311,26 +329,31 @@ static PyObject *py_join(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(split_sorted_doc, "split_sorted(values, prediction, out) -> as split, in the order of exponents");
+PyDoc_STRVAR(split_sorted_doc, "split_sorted(values, prediction, planes) -> as split, in the order of exponents");
 
 static PyObject *py_split_sorted(PyObject *self, PyObject *args)
 {
-    Py_buffer values, prediction, out;
-    PyObject *found = NULL;
-    if (!PyArg_ParseTuple(args, "y*y*w*", &values, &prediction, &out))
+    Py_buffer values, prediction, held[8];
+    uint8_t *planes[8];
+    int count = -1, mask = 0;
+    PyObject *tuple;
+    if (!PyArg_ParseTuple(args, "y*y*O!", &values, &prediction, &PyTuple_Type, &tuple))
         return NULL;
-    if (is_size(&values, values.len / 4 * 4, "values") && is_size(&prediction, values.len, "prediction") &&
-        is_size(&out, values.len, "out")) {
-        unsigned mask;
+    if (is_size(&values, values.len / 4 * 4, "values") && is_size(&prediction, values.len, "prediction"))
+        count = planes_of(tuple, 4, (size_t)(values.len / 4), PyBUF_WRITABLE, held, planes);
+    if (count >= 0) {
         Py_BEGIN_ALLOW_THREADS
-        mask = split_sorted(values.buf, prediction.buf, out.buf, (size_t)(values.len / 4));
+        mask = split_sorted(values.buf, prediction.buf, planes, (size_t)(values.len / 4));
         Py_END_ALLOW_THREADS
-        found = PyLong_FromUnsignedLong(mask);
+        while (count)
+            PyBuffer_Release(&held[--count]);
+        count = 0;
     }
     PyBuffer_Release(&values);
     PyBuffer_Release(&prediction);
-    PyBuffer_Release(&out);
-    return found;
+    if (count < 0)
+        return NULL;
+    return mask < 0 ? changed() : PyLong_FromLong(mask);
 }
 
 PyDoc_STRVAR(join_sorted_doc, "join_sorted(planes, prediction, out): the inverse of split_sorted");
@@ -338,16 +361,16 @@ PyDoc_STRVAR(join_sorted_doc, "join_sorted(planes, prediction, out): the inverse
 static PyObject *py_join_sorted(PyObject *self, PyObject *args)
 {
     Py_buffer prediction, out, held[8];
-    const uint8_t *planes[8];
-    int count = -1;
+    uint8_t *planes[8];
+    int count = -1, failed = 0;
     PyObject *tuple;
     if (!PyArg_ParseTuple(args, "O!y*w*", &PyTuple_Type, &tuple, &prediction, &out))
         return NULL;
     if (is_size(&prediction, prediction.len / 4 * 4, "prediction") && is_size(&out, prediction.len, "out"))
-        count = planes_of(tuple, 4, (size_t)(out.len / 4), held, planes);
+        count = planes_of(tuple, 4, (size_t)(out.len / 4), PyBUF_SIMPLE, held, planes);
     if (count >= 0) {
         Py_BEGIN_ALLOW_THREADS
-        join_sorted(planes, prediction.buf, out.buf, (size_t)(out.len / 4));
+        failed = join_sorted((const uint8_t *const *)planes, prediction.buf, out.buf, (size_t)(out.len / 4));
         Py_END_ALLOW_THREADS
         while (count)
             PyBuffer_Release(&held[--count]);
@@ -357,6 +380,8 @@ static PyObject *py_join_sorted(PyObject *self, PyObject *args)
     PyBuffer_Release(&out);
     if (count < 0)
         return NULL;
+    if (failed)
+        return changed();
     Py_RETURN_NONE;
 }
 
@@ -374,9 +399,13 @@ static PyObject *py_predict(PyObject *self, PyObject *args)
         PyErr_Format(PyExc_ValueError, "a range begins in column %zd of %zd", lead, columns);
     else
         fits = is_size(&base, base.len / 4 * 4, "base") && is_size(&out, base.len, "out") &&
-               is_size(&scales, scales.len / 8 * 8, "scales") &&
-               is_size(&product, scales.len * columns, "product");
-    if (fits && lead + base.len / 4 > product.len / 8) {
+               is_size(&scales, scales.len / 8 * 8, "scales");
+    if (fits && (product.len / columns != scales.len || product.len % columns)) {
+        PyErr_Format(PyExc_ValueError, "product has %zd bytes where %zd rows of %zd belong", product.len,
+                     scales.len / 8, columns);
+        fits = 0;
+    }
+    if (fits && base.len / 4 > product.len / 8 - lead) {
         PyErr_Format(PyExc_ValueError, "%zd elements from column %zd on are more than the product has",
                      base.len / 4, lead);
         fits = 0;
@@ -430,8 +459,23 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+/* What words.py compares, so that what an older source was compiled to is not used. */
+static int execute(PyObject *module)
+{
+    return PyModule_AddIntConstant(module, "VERSION", 2);
+}
+
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, execute},
+#ifdef Py_mod_gil
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL},
+};
+
 static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "ds_galore.checkpoint.codecs._compiled", "The loops of the codecs.", 0, methods, NULL, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "ds_galore.checkpoint.codecs._compiled", "The loops of the codecs.", 0, methods, slots,
+    NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit__compiled(void)

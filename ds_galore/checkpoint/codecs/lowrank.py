@@ -98,6 +98,8 @@ def _checked_params(params: Any, reference: Reference) -> tuple[list[str], int]:
     missing = [name for name in names if name not in reference.factors]
     if missing:
         raise CodecError(f"a low-rank difference needs {missing[0]!r}, which is not there")
+    if reference.columns < 1:
+        raise CodecError("a low-rank difference of a matrix without columns")
     found = sum(reference.factors[name].shape[1] for name in names)
     if found != rank or any(reference.factors[name].shape[0] != reference.columns for name in names):
         raise CodecError(f"a low-rank difference of rank {rank} does not fit factors of rank {found}")

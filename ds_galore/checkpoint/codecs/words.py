@@ -32,6 +32,9 @@ __all__ = [
 compiled: ModuleType | None
 try:
     from ds_galore.checkpoint.codecs import _compiled as compiled
+
+    if getattr(compiled, "VERSION", None) != 2:  # of an older source, left beside this one
+        compiled = None
 except ImportError:
     compiled = None
 
@@ -95,7 +98,7 @@ def split(values: Bits, how: How = How.PLAIN, base: Bits | None = None) -> list[
     """
     width = values.dtype.itemsize
     if compiled is not None:
-        planes = np.empty((width, values.size), np.uint8)
+        planes = tuple(np.empty(values.size, np.uint8) for _ in range(width))
         held = compiled.split(np.ascontiguousarray(values), _whole(base), how, width, planes)
         return _but_zeros(planes, held)
     if how == How.ROTATED:
@@ -127,7 +130,7 @@ def split_sorted(values: Bits, prediction: Bits) -> list[Bytes | None]:
     So differences of one size are neighbours.
     """
     if compiled is not None:
-        planes = np.empty((4, values.size), np.uint8)
+        planes = tuple(np.empty(values.size, np.uint8) for _ in range(4))
         held = compiled.split_sorted(np.ascontiguousarray(values), np.ascontiguousarray(prediction), planes)
         return _but_zeros(planes, held)
     return _taken_apart(difference(ordered(values), ordered(prediction))[_by_exponent(prediction)])
@@ -135,11 +138,11 @@ def split_sorted(values: Bits, prediction: Bits) -> list[Bytes | None]:
 
 def join_sorted(planes: Planes, prediction: Bits, out: Bits | None = None) -> Bits:
     """The float32 patterns that :func:`split_sorted` took apart; ``out`` may be the prediction itself."""
-    words: Bits = np.empty(prediction.size, np.uint32)
     if compiled is not None:
-        words = words if out is None else out
+        words: Bits = np.empty(prediction.size, np.uint32) if out is None else out
         compiled.join_sorted(tuple(planes), np.ascontiguousarray(prediction), words)
         return words
+    words = np.empty(prediction.size, np.uint32)
     words[_by_exponent(prediction)] = _put_together(planes, prediction.size, 4)
     return put(unordered(restored(words, ordered(prediction))), out)
 
@@ -148,7 +151,7 @@ def _whole(base: Bits | None) -> Bits | None:
     return None if base is None else np.ascontiguousarray(base)
 
 
-def _but_zeros(planes: Bytes, held: int) -> list[Bytes | None]:
+def _but_zeros(planes: Sequence[Bytes], held: int) -> list[Bytes | None]:
     return [plane if held >> number & 1 else None for number, plane in enumerate(planes)]
 
 
