@@ -121,7 +121,8 @@ class SaveEngine(CheckpointEngine):  # type: ignore[misc]
         if words.compiled is None and engine.global_rank == 0:
             logger.warning(
                 "the loops of the codecs were not compiled when ds_galore was installed: checkpoints are the same, and"
-                " saves and loads take several times as long; install it again where there is a C compiler (pip's --no-cache-dir --force-reinstall)"
+                " saves and loads take several times as long; install it again where there is a C compiler (pip's"
+                " --no-cache-dir --force-reinstall)"
             )
         if node_local:
             self.nodes = Nodes(RankGroup(dist.group.WORLD), int(engine.local_rank))
