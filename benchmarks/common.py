@@ -19,7 +19,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RESULTS", "ROOT", "arguments", "bytes_of", "machine", "median_ratio", "spread", "take_turns", "write"]
+__all__ = [
+    "RESULTS",
+    "ROOT",
+    "adam_direction",
+    "arguments",
+    "bytes_of",
+    "machine",
+    "median_ratio",
+    "spread",
+    "take_turns",
+    "write",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "runs" / "bench"
@@ -35,6 +46,18 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="small and few, to see that it runs; judges nothing")
     parser.add_argument("--output", type=Path, help="where results go, as JSON (default runs/bench/NAME.json)")
     return parser
+
+
+def adam_direction(
+    low: Any, exp_avg: Any, exp_avg_sq: Any, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6
+) -> None:
+    """Adam's bare arithmetic in a step's floor: the moments take a gradient in, and the direction takes its place."""
+    import torch
+
+    exp_avg.lerp_(low, 1.0 - betas[0])
+    exp_avg_sq.mul_(betas[1]).addcmul_(low, low, value=1.0 - betas[1])
+    torch.sqrt(exp_avg_sq, out=low)
+    torch.div(exp_avg, low.add_(eps), out=low)
 
 
 def machine() -> dict[str, Any]:

@@ -275,7 +275,6 @@ def _zero(found: Found) -> Lined:
         '`engine.step()` in milliseconds; "amortised" has the refreshes of a gap of 200 steps in it. One round,'
         " where the least and the greatest are equal."
     )
-    yield ""
     rows = [
         [kind, *(f"{_milliseconds(run['seconds'][kind])}, {run['seconds'][kind]['of_adamw']:.2f}x" for run in runs)]
         for kind in kinds

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from common import ROOT, median_ratio, spread, take_turns, write
+from common import ROOT, adam_direction, median_ratio, spread, take_turns, write
 from common import arguments as parser_with
 from torch import Tensor, nn
 
@@ -168,10 +168,7 @@ class Workload:
         def step() -> None:
             for weight, grad, basis, exp_avg, exp_avg_sq in zip(weights, self.grads, bases, first, second, strict=True):
                 low = grad @ basis
-                exp_avg.lerp_(low, 1.0 - BETAS[0])
-                exp_avg_sq.mul_(BETAS[1]).addcmul_(low, low, value=1.0 - BETAS[1])
-                torch.sqrt(exp_avg_sq, out=low)
-                torch.div(exp_avg, low.add_(EPS), out=low)
+                adam_direction(low, exp_avg, exp_avg_sq, BETAS, EPS)
                 weight.addmm_(low, basis.t(), alpha=-LR)
 
         return step

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from common import ROOT, arguments, bytes_of, median_ratio, spread, write
+from common import ROOT, adam_direction, arguments, bytes_of, median_ratio, spread, write
 
 SHAPES = {"60m": ("llama_60m", 128), "1b": ("llama_1b", 512)}
 PARAMS = {"lr": 1e-4, "first_basis": "random"}
@@ -139,7 +139,7 @@ def _backward(engine: Any, options: argparse.Namespace, number: int) -> None:
 
 def _floor(plans: Sequence[Any], world: int) -> Callable[[], None]:
     """The bare arithmetic of a step of GaLore on one rank's share of all parameters, as in step.py."""
-    beta1, beta2, eps, lr = 0.9, 0.999, 1e-6, 1e-4
+    lr = 1e-4
     held = []
     for plan in plans:
         columns = plan.columns if plan.side else 1
@@ -157,9 +157,7 @@ def _floor(plans: Sequence[Any], world: int) -> Callable[[], None]:
         for plan, weight, grad, basis, exp_avg, exp_avg_sq in held:
             low = grad.clone() if basis is None else grad @ basis if plan.side == "right" else basis.t() @ grad
             own = low if low.shape == exp_avg.shape else low[:, : exp_avg.shape[1]]  # of a left one, a rank's share
-            exp_avg.lerp_(own, 1.0 - beta1)
-            exp_avg_sq.mul_(beta2).addcmul_(own, own, value=1.0 - beta2)
-            torch.div(exp_avg, torch.sqrt(exp_avg_sq).add_(eps), out=own)
+            adam_direction(own, exp_avg, exp_avg_sq)
             if basis is None:
                 weight.add_(low, alpha=-lr)
             elif plan.side == "right":

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_galore.checkpoint.codecs import Reference, decode
-from ds_galore.checkpoint.codecs.base import Bits, CodecError
+from ds_galore.checkpoint.codecs.base import Bits, CodecError, room
 from ds_galore.checkpoint.digests import file_digest, matches
 from ds_galore.checkpoint.errors import DamageError, FormatError
 from ds_galore.checkpoint.files import DTYPES, FORMAT, READABLE, DataFile, Entry, FileRecord, reads
@@ -178,11 +178,9 @@ class CheckpointReader:
         fits = out is not None and (out.dtype, out.shape) == (np.dtype(f"u{width}"), (stop - start,))
         if out is None or not (fits and out.flags.c_contiguous):
             try:
-                out = np.empty(stop - start, dtype=f"u{width}")  # the shards cover it
-            except MemoryError:
-                raise DamageError(
-                    f"{self.directory}: {tensor.name} has {(stop - start) * width} bytes, for which there is no memory"
-                ) from None
+                out = room(stop - start, width)  # the shards cover it
+            except CodecError as error:
+                raise DamageError(f"{self.directory}: {tensor.name}: {error}") from None
         known = start
         for first, last, rank, index in tensor.shards:
             begin, end = max(first, start, known), min(last, stop)

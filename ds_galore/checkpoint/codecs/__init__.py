@@ -19,6 +19,7 @@ from ds_galore.checkpoint.codecs.base import (
     Compressor,
     Encoded,
     Reference,
+    room,
 )
 from ds_galore.checkpoint.codecs.blocks import BlocksCodec
 from ds_galore.checkpoint.codecs.lowrank import LowRankCodec
@@ -133,4 +134,6 @@ def decode(
         raise CodecError(
             f"codec {encoded.codec!r} is not known to this version, which knows {known}; install a newer one"
         )
-    return codec.decode(encoded, numel, itemsize, reference, floating=floating, out=out)
+    found = room(numel, itemsize) if out is None else out
+    codec.decode(encoded, found, reference, floating=floating)
+    return found

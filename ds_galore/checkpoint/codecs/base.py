@@ -28,7 +28,7 @@ __all__ = [
     "Reference",
     "decompress",
     "pack",
-    "put",
+    "room",
     "unpack",
 ]
 
@@ -112,22 +112,13 @@ class Codec(Protocol):
             Of byte planes.
         """
 
-    def decode(
-        self,
-        encoded: Encoded,
-        numel: int,
-        itemsize: int,
-        reference: Reference,
-        *,
-        floating: bool,
-        out: Bits | None = None,
-    ) -> Bits:
-        """The array again, in ``out`` where that is given: ``(numel,)`` contiguous words of ``itemsize`` bytes.
+    def decode(self, encoded: Encoded, out: Bits, reference: Reference, *, floating: bool) -> None:
+        """Put the array into ``out``, ``(numel,)`` contiguous words of its element size.
 
         Raises
         ------
         CodecError
-            If the parts do not make up ``numel`` elements of ``itemsize`` bytes.
+            If the parts do not make up as many elements of that size; ``out`` may then hold anything.
         """
 
 
@@ -246,12 +237,20 @@ def _decompress_lz4(frame: Bytes, nbytes: int) -> Bytes:
     return np.frombuffer(data, dtype=np.uint8)
 
 
-def put(found: Bits, out: Bits | None) -> Bits:
-    """What was found, copied to where it is wanted, if that is anywhere."""
-    if out is None:
-        return found
-    out[:] = found
-    return out
+def room(numel: int, itemsize: int) -> Bits:
+    """Memory for so many words.
+
+    Raises
+    ------
+    CodecError
+        If there is none, or a tensor cannot have so many.
+    """
+    try:
+        if numel * itemsize <= MAX_PART:
+            return np.empty(numel, dtype=f"=u{itemsize}")
+    except MemoryError:
+        pass
+    raise CodecError(f"{numel} elements of {itemsize} bytes are more than there is memory for")
 
 
 def pack(planes: Sequence[Bytes | None], compressor: Compressor, prefix: str = "") -> dict[str, Bytes]:
@@ -278,8 +277,6 @@ def unpack(parts: Mapping[str, Bytes], numel: int, itemsize: int, prefix: str = 
     CodecError
         If a part is of another size than ``numel`` or damaged.
     """
-    if numel * itemsize > MAX_PART:
-        raise CodecError(f"{numel} elements of {itemsize} bytes are more than a tensor can have")
     planes: list[Bytes | None] = []
     for number in range(itemsize):
         found = [mark for mark in "zlr" if f"{prefix}{number}{mark}" in parts]

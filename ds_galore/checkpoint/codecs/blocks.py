@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ds_galore.checkpoint.codecs.base import Bits, CodecError, Compressor, Encoded, Reference, pack, put, unpack
+from ds_galore.checkpoint.codecs.base import Bits, CodecError, Compressor, Encoded, Reference, pack, room, unpack
 from ds_galore.checkpoint.codecs.words import join, split
 
 __all__ = ["BlocksCodec"]
@@ -50,26 +50,19 @@ class BlocksCodec:
         parts.update(pack(split(scales.view(np.uint32)), compressor, "s"))
         return Encoded(self.id, {"block": BLOCK, "root": root}, parts)
 
-    def decode(
-        self,
-        encoded: Encoded,
-        numel: int,
-        itemsize: int,
-        reference: Reference,
-        *,
-        floating: bool,
-        out: Bits | None = None,
-    ) -> Bits:
+    def decode(self, encoded: Encoded, out: Bits, reference: Reference, *, floating: bool) -> None:
         """As in :class:`~ds_galore.checkpoint.codecs.base.Codec`."""
-        if itemsize != 4 or not floating or encoded.params.get("block") != BLOCK:
+        if out.itemsize != 4 or not floating or encoded.params.get("block") != BLOCK:
             raise CodecError(f"blocks of int8 with impossible parameters: {dict(encoded.params)!r}")
-        stored, blocks = join(unpack(encoded.parts, numel, 1), numel, 1), -(-numel // BLOCK)
-        scales = join(unpack(encoded.parts, blocks, 4, "s"), blocks, 4).view(np.float32).astype(np.float64)[:, None]
+        stored, units = room(out.size, 1), room(-(-out.size // BLOCK), 4)
+        join(unpack(encoded.parts, stored.size, 1), stored)
+        join(unpack(encoded.parts, units.size, 4, "s"), units)
+        scales = units.view(np.float32).astype(np.float64)[:, None]
         root = encoded.params.get("root") is True
         values = _blocks((stored if root else stored.view(np.int8)).astype(np.float64)) * scales
         if root:
             values = values * values
-        return put(values.reshape(-1)[:numel].astype(np.float32).view(np.uint32), out)
+        out[:] = values.reshape(-1)[: out.size].astype(np.float32).view(np.uint32)
 
 
 def _blocks(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

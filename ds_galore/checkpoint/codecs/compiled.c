@@ -146,8 +146,8 @@ static int split_sorted(const uint8_t *values, const uint8_t *prediction, uint8_
     return mask;
 }
 
-/* 0, or -1 where the prediction changed between the passes; it may be where the words go. */
-static int join_sorted(const uint8_t *const *planes, const uint8_t *prediction, uint8_t *out, size_t numel)
+/* The words take the place of the prediction. 0, or -1 where it changed between the passes. */
+static int join_sorted(const uint8_t *const *planes, uint8_t *prediction, size_t numel)
 {
     size_t next[256];
     places(prediction, numel, next);
@@ -161,7 +161,7 @@ static int join_sorted(const uint8_t *const *planes, const uint8_t *prediction, 
             if (planes[plane])
                 x |= (uint32_t)planes[plane][at] << (8 * plane);
         x = ordered_4(unzigzag_4(x, ordered_4(p)));
-        memcpy(out + 4 * i, &x, 4);
+        memcpy(prediction + 4 * i, &x, 4);
     }
     return 0;
 }
@@ -356,28 +356,27 @@ static PyObject *py_split_sorted(PyObject *self, PyObject *args)
     return mask < 0 ? changed() : PyLong_FromLong(mask);
 }
 
-PyDoc_STRVAR(join_sorted_doc, "join_sorted(planes, prediction, out): the inverse of split_sorted");
+PyDoc_STRVAR(join_sorted_doc, "join_sorted(planes, prediction): the inverse of split_sorted, put where the prediction is");
 
 static PyObject *py_join_sorted(PyObject *self, PyObject *args)
 {
-    Py_buffer prediction, out, held[8];
+    Py_buffer prediction, held[8];
     uint8_t *planes[8];
     int count = -1, failed = 0;
     PyObject *tuple;
-    if (!PyArg_ParseTuple(args, "O!y*w*", &PyTuple_Type, &tuple, &prediction, &out))
+    if (!PyArg_ParseTuple(args, "O!w*", &PyTuple_Type, &tuple, &prediction))
         return NULL;
-    if (is_size(&prediction, prediction.len / 4 * 4, "prediction") && is_size(&out, prediction.len, "out"))
-        count = planes_of(tuple, 4, (size_t)(out.len / 4), PyBUF_SIMPLE, held, planes);
+    if (is_size(&prediction, prediction.len / 4 * 4, "prediction"))
+        count = planes_of(tuple, 4, (size_t)(prediction.len / 4), PyBUF_SIMPLE, held, planes);
     if (count >= 0) {
         Py_BEGIN_ALLOW_THREADS
-        failed = join_sorted((const uint8_t *const *)planes, prediction.buf, out.buf, (size_t)(out.len / 4));
+        failed = join_sorted((const uint8_t *const *)planes, prediction.buf, (size_t)(prediction.len / 4));
         Py_END_ALLOW_THREADS
         while (count)
             PyBuffer_Release(&held[--count]);
         count = 0;
     }
     PyBuffer_Release(&prediction);
-    PyBuffer_Release(&out);
     if (count < 0)
         return NULL;
     if (failed)
@@ -462,7 +461,7 @@ static PyMethodDef methods[] = {
 /* What words.py compares, so that what an older source was compiled to is not used. */
 static int execute(PyObject *module)
 {
-    return PyModule_AddIntConstant(module, "VERSION", 2);
+    return PyModule_AddIntConstant(module, "VERSION", 3);
 }
 
 static PyModuleDef_Slot slots[] = {

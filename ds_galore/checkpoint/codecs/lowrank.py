@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_galore.checkpoint.codecs import words
-from ds_galore.checkpoint.codecs.base import Bits, Bytes, CodecError, Compressor, Encoded, Reference, pack, unpack
+from ds_galore.checkpoint.codecs.base import Bits, Bytes, CodecError, Compressor, Encoded, Reference, pack, room, unpack
 from ds_galore.checkpoint.codecs.words import How, join, join_sorted, split, split_sorted
 
 __all__ = ["LowRankCodec"]
@@ -58,37 +58,29 @@ class LowRankCodec:
         coefficients, exponents = _coefficients(bits, reference, solve, decay)
         if not _is_exact(coefficients, integers):
             return None
-        prediction = _predict(coefficients, exponents, integers, decay, reference)
+        prediction: Bits = np.empty_like(bits)
+        _predict(coefficients, exponents, integers, decay, reference, prediction)
         parts = pack(split_sorted(bits, prediction), compressor)
         for prefix, numbers in (("c", coefficients.astype(np.int32)), ("e", exponents.astype(np.int16))):
             signed = numbers.reshape(-1).view(numbers.dtype.str.replace("i", "u"))
             parts.update(pack(split(signed, How.DIFFERENCE, np.zeros_like(signed)), compressor, prefix))
         return Encoded(self.id, {"factors": names, "decay": decay, "rank": span.shape[1]}, parts)
 
-    def decode(
-        self,
-        encoded: Encoded,
-        numel: int,
-        itemsize: int,
-        reference: Reference,
-        *,
-        floating: bool,
-        out: Bits | None = None,
-    ) -> Bits:
+    def decode(self, encoded: Encoded, out: Bits, reference: Reference, *, floating: bool) -> None:
         """As in :class:`~ds_galore.checkpoint.codecs.base.Codec`."""
         names, decay = _checked_params(encoded.params, reference)
         base = reference.base
-        if itemsize != 4 or base is None or base.size != numel or base.dtype.itemsize != 4:
+        if out.itemsize != 4 or base is None or (base.size, base.itemsize) != (out.size, 4):
             raise CodecError("a low-rank difference needs the float32 base that it was made from")
         span = _joined(reference, names)
-        rows, rank = _rows(reference, numel), span.shape[1]
+        rows, rank = _rows(reference, out.size), span.shape[1]
         integers = _integers(span)
         coefficients = _signed(encoded.parts, rows * rank, 4, "c").astype(np.float64).reshape(rows, rank)
         exponents = _signed(encoded.parts, rows, 2, "e").astype(np.int64)
         if integers is None or not _is_exact(coefficients, integers) or np.abs(exponents).max(initial=0) > 400:
             raise CodecError("a low-rank difference exceeds the range in which its prediction is exact")
-        prediction = _predict(coefficients, exponents, integers, decay, reference)
-        return join_sorted(unpack(encoded.parts, numel, 4), prediction, prediction if out is None else out)
+        _predict(coefficients, exponents, integers, decay, reference, out)
+        join_sorted(unpack(encoded.parts, out.size, 4), out)
 
 
 def _checked_params(params: Any, reference: Reference) -> tuple[list[str], int]:
@@ -108,8 +100,9 @@ def _checked_params(params: Any, reference: Reference) -> tuple[list[str], int]:
 
 def _signed(parts: Mapping[str, Bytes], numel: int, width: int, prefix: str) -> npt.NDArray[Any]:
     """Integers of either sign from their byte planes."""
-    zeros = np.zeros(numel, f"=u{width}")
-    return join(unpack(parts, numel, width, prefix), numel, width, How.DIFFERENCE, zeros).view(f"=i{width}")
+    planes, found = unpack(parts, numel, width, prefix), room(numel, width)
+    join(planes, found, How.DIFFERENCE, np.zeros_like(found))
+    return found.view(f"=i{width}")
 
 
 def _joined(reference: Reference, names: list[str]) -> Float64:
@@ -215,12 +208,16 @@ def _change(bits: Bits, base: Bits, decay: int, out: Float64) -> None:
 
 
 def _predict(
-    coefficients: Float64, exponents: npt.NDArray[np.int64], integers: Float64, decay: int, reference: Reference
-) -> Bits:
-    """The prediction's bit patterns."""
+    coefficients: Float64,
+    exponents: npt.NDArray[np.int64],
+    integers: Float64,
+    decay: int,
+    reference: Reference,
+    prediction: Bits,
+) -> None:
+    """Put the bit patterns of what is predicted into ``prediction``."""
     assert reference.base is not None
     base, factor = reference.base, float(np.ldexp(float(decay), -DECAY_BITS))
-    prediction: Bits = np.empty(base.size, dtype=np.uint32)
     for held, elements, lead in _chunks(reference, base.size):
         product = coefficients[held] @ integers.T
         scales = np.ldexp(1.0, exponents[held] - FACTOR_BITS)  # exact: powers of two
@@ -233,4 +230,3 @@ def _predict(
         magnitude = np.abs(value)
         usable = (magnitude >= 2.0**-126) & (magnitude < 2.0**127)
         out[:] = np.where(usable, value, 0.0).astype(np.float32).view(np.uint32)
-    return prediction

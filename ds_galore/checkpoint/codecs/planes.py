@@ -24,22 +24,12 @@ class PlanesCodec:
         planes = split(bits, _how(base is not None, floating), base)
         return Encoded(self.id, {"base": base is not None}, pack(planes, compressor))
 
-    def decode(
-        self,
-        encoded: Encoded,
-        numel: int,
-        itemsize: int,
-        reference: Reference,
-        *,
-        floating: bool,
-        out: Bits | None = None,
-    ) -> Bits:
+    def decode(self, encoded: Encoded, out: Bits, reference: Reference, *, floating: bool) -> None:
         """As in :class:`~ds_galore.checkpoint.codecs.base.Codec`."""
         base = reference.base if encoded.params.get("base") else None
-        if encoded.params.get("base") and (base is None or base.size != numel or base.dtype.itemsize != itemsize):
+        if encoded.params.get("base") and (base is None or (base.size, base.itemsize) != (out.size, out.itemsize)):
             raise CodecError("a difference cannot be decoded without the base that it was made from")
-        planes = unpack(encoded.parts, numel, itemsize)
-        return join(planes, numel, itemsize, _how(base is not None, floating), base, out)
+        join(unpack(encoded.parts, out.size, out.itemsize), out, _how(base is not None, floating), base)
 
 
 def _how(against_base: bool, floating: bool) -> How:

@@ -18,21 +18,10 @@ class StoreCodec:
         """Always applies."""
         return Encoded(self.id, {}, {"data": bits.astype(bits.dtype.newbyteorder("<"), copy=False).view(np.uint8)})
 
-    def decode(
-        self,
-        encoded: Encoded,
-        numel: int,
-        itemsize: int,
-        reference: Reference,
-        *,
-        floating: bool,
-        out: Bits | None = None,
-    ) -> Bits:
+    def decode(self, encoded: Encoded, out: Bits, reference: Reference, *, floating: bool) -> None:
         """As in :class:`~ds_galore.checkpoint.codecs.base.Codec`."""
         data = encoded.parts.get("data")
-        if data is None or data.nbytes != numel * itemsize:
+        if data is None or data.nbytes != out.nbytes:
             found = "none" if data is None else str(data.nbytes)
-            raise CodecError(f"stored bytes: found {found}, expected {numel * itemsize}")
-        words: Bits = np.empty(numel, f"=u{itemsize}") if out is None else out
-        words[:] = np.ascontiguousarray(data).view(f"<u{itemsize}")
-        return words
+            raise CodecError(f"stored bytes: found {found}, expected {out.nbytes}")
+        out[:] = np.ascontiguousarray(data).view(f"<u{out.itemsize}")

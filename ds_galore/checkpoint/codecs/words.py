@@ -13,7 +13,7 @@ from types import ModuleType
 import numpy as np
 import numpy.typing as npt
 
-from ds_galore.checkpoint.codecs.base import Bits, Bytes, put
+from ds_galore.checkpoint.codecs.base import Bits, Bytes
 
 __all__ = [
     "How",
@@ -33,7 +33,7 @@ compiled: ModuleType | None
 try:
     from ds_galore.checkpoint.codecs import _compiled as compiled
 
-    if getattr(compiled, "VERSION", None) != 2:  # of an older source, left beside this one
+    if getattr(compiled, "VERSION", None) != 3:  # of an older source, left beside this one
         compiled = None
 except ImportError:
     compiled = None
@@ -108,20 +108,17 @@ def split(values: Bits, how: How = How.PLAIN, base: Bits | None = None) -> list[
     return _taken_apart(values)
 
 
-def join(
-    planes: Planes, numel: int, width: int, how: How = How.PLAIN, base: Bits | None = None, out: Bits | None = None
-) -> Bits:
-    """The words that :func:`split` took apart, ``(numel,)`` of ``width`` bytes, in ``out`` where that is given."""
+def join(planes: Planes, out: Bits, how: How = How.PLAIN, base: Bits | None = None) -> None:
+    """Put the words that :func:`split` took apart into ``out``, which is contiguous."""
     if compiled is not None:
-        words: Bits = np.empty(numel, f"=u{width}") if out is None else out
-        compiled.join(tuple(planes), _whole(base), how, width, words)
-        return words
-    words = _put_together(planes, numel, width)
+        compiled.join(tuple(planes), _whole(base), how, out.itemsize, out)
+        return
+    words = _put_together(planes, out)
     if how == How.ROTATED:
-        words = (words >> 1) | (words << (width * 8 - 1))
+        words = (words >> 1) | (words << (out.itemsize * 8 - 1))
     elif base is not None:
         words = unordered(restored(words, ordered(base))) if how == How.ORDERED else restored(words, base)
-    return put(words, out)
+    out[:] = words
 
 
 def split_sorted(values: Bits, prediction: Bits) -> list[Bytes | None]:
@@ -136,15 +133,14 @@ def split_sorted(values: Bits, prediction: Bits) -> list[Bytes | None]:
     return _taken_apart(difference(ordered(values), ordered(prediction))[_by_exponent(prediction)])
 
 
-def join_sorted(planes: Planes, prediction: Bits, out: Bits | None = None) -> Bits:
-    """The float32 patterns that :func:`split_sorted` took apart; ``out`` may be the prediction itself."""
+def join_sorted(planes: Planes, prediction: Bits) -> None:
+    """Put the float32 patterns that :func:`split_sorted` took apart where the prediction is, which is contiguous."""
     if compiled is not None:
-        words: Bits = np.empty(prediction.size, np.uint32) if out is None else out
-        compiled.join_sorted(tuple(planes), np.ascontiguousarray(prediction), words)
-        return words
+        compiled.join_sorted(tuple(planes), prediction)
+        return
     words = np.empty(prediction.size, np.uint32)
-    words[_by_exponent(prediction)] = _put_together(planes, prediction.size, 4)
-    return put(unordered(restored(words, ordered(prediction))), out)
+    words[_by_exponent(prediction)] = _put_together(planes, prediction)
+    prediction[:] = unordered(restored(words, ordered(prediction)))
 
 
 def _whole(base: Bits | None) -> Bits | None:
@@ -162,8 +158,9 @@ def _taken_apart(values: Bits) -> list[Bytes | None]:
     return [plane if plane.any() else None for plane in planes]
 
 
-def _put_together(planes: Planes, numel: int, width: int) -> Bits:
-    rows = np.empty((numel, width), dtype=np.uint8)
+def _put_together(planes: Planes, like: Bits) -> Bits:
+    width = like.itemsize
+    rows = np.empty((like.size, width), dtype=np.uint8)
     for number, plane in enumerate(planes):
         rows[:, number] = 0 if plane is None else plane
     return rows.reshape(-1).view(f"<u{width}").astype(f"=u{width}", copy=False)
