@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Where PyPI's torch would be a CUDA build of several gigabytes, constraints.txt decides.
-PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+# pip would do it in one process. Some packages have files that are no Python 3.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 STEPS ?= 250
 RANKS ?= 2
 JOBS ?= 2
@@ -20,10 +22,12 @@ $(BIN)/python:
 $(VENV)/.run: setup.py constraints.txt ds_galore/checkpoint/codecs/compiled.c | $(BIN)/python
 	$(PIP) torch
 	$(PIP) --editable '.[train]'
+	$(COMPILE)
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run
 	$(PIP) --editable '.[train,dev]'
+	$(COMPILE)
 	touch $@
 
 train: $(VENV)/.run
@@ -76,6 +80,7 @@ JOB := PATH="$(abspath $(BIN)):$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/build/ext
 
 $(VENV)/.bench: $(VENV)/.dev
 	$(PIP) --editable '.[bench]'
+	$(COMPILE)
 	touch $@
 
 # Beside others, in turns; docs/benchmarks.md is made of the results. A target that is missed does not stop the rest.

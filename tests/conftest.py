@@ -18,6 +18,9 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 # Several ranks of several tests share the cores. With more threads than that each, they spin while they wait for each
 # other: two jobs of two ranks on two cores took three times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# DeepSpeed's Muon is compiled with torch's compiler when the module is imported: a second of CPU of every rank of every
+# job. Nothing that is tested here is compiled so.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # DeepSpeed's operator is compiled for this checkout: another version's would be loaded in its place, and a process that
 # was killed in the middle of loading it leaves a lock, for which all later ones wait.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).resolve().parent.parent / "build" / "extensions"))

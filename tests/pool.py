@@ -23,6 +23,7 @@ PRELOADED = [
     "torch",
     "torch.distributed",
     "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",
 ]
@@ -112,6 +113,11 @@ class Pool:
             self._processes.append(process)
             self._pipes.append(ours)
 
+    @property
+    def pids(self) -> list[int]:
+        """The processes by rank; none before the first call."""
+        return [process.pid for process in self._processes]
+
     def close(self) -> None:
         """Kill the processes."""
         for process in self._processes:
@@ -123,9 +129,14 @@ class Pool:
 
 def _serve(rank: int, pipe: Connection) -> None:
     import torch
+    from deepspeed.utils import nvtx
 
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
+    # A twentieth of the time of small steps is what DeepSpeed tells a profiler that CPUs do not have; and for a line of
+    # its log it writes out all parameters at every start.
+    nvtx.enable_nvtx = False
+    torch.set_printoptions(threshold=0, edgeitems=1)
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated. Please use.*_single")
     groups = _Groups(rank)
     gc.freeze()
@@ -189,7 +200,11 @@ class _Groups:
             for name, value in self._pristine.items():
                 setattr(groups, name, value.copy() if isinstance(value, dict) else value)
         os.environ.update(
-            RANK=str(self._rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"
+            RANK=str(self._rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_SIZE=str(world_size),  # as DeepSpeed's launcher does: without, numactl is asked at every step
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT="29500",
         )
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=self._rank, world_size=world_size)
         deepspeed.init_distributed("gloo", verbose=False)

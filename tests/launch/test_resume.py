@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +54,17 @@ def ranks_of(job: subprocess.Popen[str]) -> list[psutil.Process]:
     return [each for each in found if "--local_rank" in " ".join(each.cmdline())]
 
 
-def until(directory: Path, step: int, job: subprocess.Popen[str]) -> None:
-    """Return when a run has taken a step."""
+def until(directory: Path, step: int, job: subprocess.Popen[str] | Future[Any]) -> None:
+    """Return when a run, a job or one in the pool, has taken a step."""
     deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and job.poll() is None:
+    ended: Callable[[], Any] = job.done if isinstance(job, Future) else lambda: job.poll() is not None
+    while time.monotonic() < deadline and not ended():
         with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
             if any(number >= step for number, _ in losses(directory)):
                 return
         time.sleep(0.02)
-    raise AssertionError(f"ended or hangs before step {step}: {job.communicate()[0] if job.poll() is not None else ''}")
+    told = "" if not ended() else job.result() if isinstance(job, Future) else job.communicate()[0]
+    raise AssertionError(f"ended or hangs before step {step}: {told}")
 
 
 def test_a_job_killed_as_a_whole_goes_on_exactly_and_so_does_one_that_was_asked_to_end(pool, tmp_path):
@@ -91,17 +95,17 @@ def test_a_job_killed_as_a_whole_goes_on_exactly_and_so_does_one_that_was_asked_
     assert found is not None, output
     assert store.newest_intact() == f"step-{found[1]}"
 
-    job = start(given)
-    until(tmp_path / "run", 20, job)
-    for process in ranks_of(job):
-        process.send_signal(signal.SIGTERM)
-    output, _ = job.communicate(timeout=120)
-    assert job.returncode == 75, output
-    assert f"after step {found[1]}" in output
+    with ThreadPoolExecutor(1) as executor:  # in the pool: of the launcher no more is asked
+        running = executor.submit(pool.run, 2, attempt, given)
+        until(tmp_path / "run", 20, running)
+        for pid in pool.pids[:2]:
+            os.kill(pid, signal.SIGTERM)
+        outcomes = running.result()
+    assert [status for status, _ in outcomes] == [75, 75], outcomes[0][1]
+    assert f"after step {found[1]}" in outcomes[0][1]
 
-    job = start(given)
-    output, _ = job.communicate(timeout=240)
-    assert job.returncode == 0, output
+    outcomes = pool.run(2, attempt, given)
+    assert [status for status, _ in outcomes] == [0, 0], outcomes[0][1]
     seen = losses(tmp_path / "run")
     assert {step for step, _ in seen} == set(range(1, 33))
     assert [each for each in seen if expected[each[0]] != each[1]] == []

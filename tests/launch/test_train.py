@@ -53,7 +53,7 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_trains_validates_saves_and_is_resumed_exactly(tmp_path):
+def test_a_run_trains_validates_saves_and_is_resumed_exactly(pool, tmp_path):
     config, model = small_config(tmp_path / "config.json"), small_model(tmp_path / "model.json")
     common = ["--config", str(config), "--model", str(model), "--seq-len", "32", "--steps", "8", "--eval-every", "4"]
     output = tmp_path / "run"
@@ -70,9 +70,9 @@ def test_a_run_trains_validates_saves_and_is_resumed_exactly(tmp_path):
     assert all(each["tokens_per_s"] > 0 and each["grad_norm"] > 0 for each in written if "loss" in each)
     assert losses[8] < losses[1]
 
-    second = launch(*common, "--output", str(output), "--resume")
-    assert second.returncode == 0, second.stderr
-    assert "after step 5" in second.stderr
+    status, errors = pool.run(2, attempt, [*common, "--output", str(output), "--resume"])[0]
+    assert status == 0, errors
+    assert "after step 5" in errors
     again = {each["step"]: each["loss"] for each in metrics(output)[len(written) :] if "loss" in each}
     assert again == {step: losses[step] for step in (6, 7, 8)}
     assert [e for e in metrics(output) if "validation_loss" in e][-1] == [e for e in written if "validation_loss" in e][

@@ -1,7 +1,7 @@
 """Two hosts, made of network namespaces: a job over both is killed on one of them, and goes on exactly on both.
 
-Needs root, iproute2, openssh-server and pdsh; each namespace has a network device and an sshd of its own, and the hosts
-share the disk.
+Needs root, iproute2, openssh-server and pdsh; each namespace has a network device, an sshd and a disk of its own.
+Ranks of the pool that are each the first of its host do the same without launchers, with other storage.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from ds_galore.checkpoint.store import CheckpointStore
-from tests.launch.test_resume import arguments, losses
+from tests.launch.test_resume import arguments, losses, until
 from tests.launch.test_train import ROOT, attempt
+from tests.pool import RemoteError
 
 HOSTS = ("dsga", "dsgb")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -77,7 +79,14 @@ def remove() -> None:
         subprocess.run(["ip", "netns", "del", host], capture_output=True, check=False)
 
 
-def start(number: int, command: list[str], **changes: str) -> subprocess.Popen[str]:
+def on_host(number: int, directory: Path, *command: str) -> list[str]:
+    """A command on a host, to which its own disk is ``run`` in a directory: ``ip netns exec`` has mounts of its own."""
+    script = 'mount --bind "$0" "$1" && shift && exec "$@"'
+    disk = [str(directory / f"disk-{number}"), str(directory / "run")]
+    return ["ip", "netns", "exec", HOSTS[number], "sh", "-c", script, *disk, *command]
+
+
+def start(number: int, directory: Path, command: list[str], **changes: str) -> subprocess.Popen[str]:
     """A command on a host, with some variables of its environment changed."""
     environment = {
         **os.environ,
@@ -88,7 +97,7 @@ def start(number: int, command: list[str], **changes: str) -> subprocess.Popen[s
         **changes,
     }
     return subprocess.Popen(
-        ["ip", "netns", "exec", HOSTS[number], *command],
+        on_host(number, directory, *command),
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -111,36 +120,27 @@ def by_hostfile(given: list[str], hostfile: Path) -> list[str]:
 
 def serve_ssh(directory: Path) -> dict[str, str]:
     """An sshd on each host that takes no password, and the environment in which ``ssh`` reaches them."""
-    directory.mkdir()
+    own = directory / "ssh"
+    own.mkdir()
     for name in ("host", "user"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / name)], check=True)
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(own / name)], check=True)
     Path("/run/sshd").mkdir(exist_ok=True)
-    settings = [f"AuthorizedKeysFile={directory / 'user.pub'}", "StrictModes=no", "PermitRootLogin=yes", "UsePAM=no"]
+    settings = [f"AuthorizedKeysFile={own / 'user.pub'}", "StrictModes=no", "PermitRootLogin=yes", "UsePAM=no"]
     options = [word for each in (*settings, "PidFile=none") for word in ("-o", each)]
-    sshd = ["/usr/sbin/sshd", "-f", "/dev/null", "-h", str(directory / "host"), *options]
-    for host in HOSTS:
-        ip("netns", "exec", host, *sshd)
+    sshd = ["/usr/sbin/sshd", "-f", "/dev/null", "-h", str(own / "host"), *options]
+    for number in (0, 1):
+        subprocess.run(on_host(number, directory, *sshd), check=True, capture_output=True)
     known = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
-    wrapper = directory / "bin" / "ssh"
+    wrapper = own / "bin" / "ssh"
     wrapper.parent.mkdir()
-    wrapper.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -i {directory / "user"} {known} "$@"\n')
+    wrapper.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -i {own / "user"} {known} "$@"\n')
     wrapper.chmod(0o755)
-    exported = directory / "deepspeed_env"  # what DeepSpeed has the other hosts set
+    exported = own / "deepspeed_env"  # what DeepSpeed has the other hosts set
     given = {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "dsgv0"}
-    given |= {name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR",) if name in os.environ}  # compiled once
+    chosen = ("TORCH_EXTENSIONS_DIR", "TORCHDYNAMO_DISABLE")  # what is compiled once, or not at all
+    given |= {name: os.environ[name] for name in chosen if name in os.environ}
     exported.write_text("".join(f"{name}={value}\n" for name, value in given.items()))
     return {"PATH": f"{wrapper.parent}:{BIN}:{os.environ['PATH']}", "DS_ENV_FILE": str(exported)}
-
-
-def until(directory: Path, step: int, jobs: list[subprocess.Popen[str]]) -> None:
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and all(job.poll() is None for job in jobs):
-        if (directory / "metrics.jsonl").exists() and any(number >= step for number, _ in losses(directory)):
-            return
-        time.sleep(0.02)
-    for host in HOSTS:
-        kill(host)
-    raise AssertionError("\n".join(job.communicate()[0] for job in jobs))
 
 
 def finish(jobs: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
@@ -157,65 +157,78 @@ def expected(pool, tmp_path_factory) -> dict[int, float]:
     directory = tmp_path_factory.mktemp("expected")
     status, output = pool.run(2, attempt, [*arguments(directory, "whole"), "--steps", STEPS])[0]
     assert status == 0, output
-    pool.close()
     return dict(losses(directory / "whole"))
 
 
-def test_a_job_over_two_hosts_loses_one_and_goes_on_exactly(expected, tmp_path, hosts):
-    given = [*arguments(tmp_path, "run"), "--steps", STEPS, "--save-every", "3", "--resume", "auto"]
-    jobs = [start(number, by_torchrun(number, given)) for number in (0, 1)]
-    until(tmp_path / "run", 8, jobs)
+def assert_expected(directory: Path, expected: dict[int, float]) -> None:
+    """Both parts of a run together have the losses of one that was not interrupted."""
+    seen = losses(directory)
+    assert {step for step, _ in seen} == set(range(1, int(STEPS) + 1))
+    assert max(abs(loss - expected[step]) for step, loss in seen) < 2e-6
+
+
+LOCAL = {"checkpoint": {"use_node_local_storage": True}}
+
+
+def test_a_job_over_two_hosts_loses_one_and_goes_on_exactly(pool, expected, tmp_path, hosts):
+    """Each has a disk of its own; torchrun starts the job, and DeepSpeed's launcher the one that goes on."""
+    pool.close()
+    disks = [tmp_path / "disk-0", tmp_path / "disk-1"]
+    for path in (*disks, tmp_path / "run"):
+        path.mkdir()
+    given = [*arguments(tmp_path, "run", **LOCAL), "--steps", STEPS]
+    jobs = [start(number, tmp_path, by_torchrun(number, [*given, "--save-every", "6"])) for number in (0, 1)]
+    until(disks[0], 8, jobs[0])
     kill(HOSTS[1])
     began = time.monotonic()
     outcomes = finish(jobs)
     assert all(status != 0 for status, _ in outcomes)
     assert time.monotonic() - began < 120, "the host that is left waits for the other"
-    store = CheckpointStore(tmp_path / "run" / "checkpoints")
-    first = store.newest_intact()
-    assert first is not None
-    assert first != f"step-{STEPS}"
+    names = [{path.name[:10] for path in disk.glob("checkpoints/step-6/rank-*")} for disk in disks]
+    assert names == [{"rank-00000"}, {"rank-00001"}]
+    # As if the second host had been lost before it could complete the checkpoint there.
+    (disks[1] / "checkpoints" / "step-6" / "manifest.json").unlink()
+    (disks[1] / "checkpoints" / "latest").unlink()
 
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
-    [(status, text)] = finish([start(0, by_hostfile(given, hostfile), **serve_ssh(tmp_path / "ssh"))])
+    again = by_hostfile([*given, "--resume", "latest"], hostfile)
+    [(status, text)] = finish([start(0, tmp_path, again, **serve_ssh(tmp_path))])
     assert status == 0, text
-    assert f"10.77.0.1: resumed from {store.path(first)}" in text
+    assert f"10.77.0.1: resumed from {tmp_path / 'run' / 'checkpoints' / 'step-6'}" in text
     assert "10.77.0.2: " in text  # pdsh tells whose line it is
-    seen = losses(tmp_path / "run")
-    assert {step for step, _ in seen} == set(range(1, int(STEPS) + 1))
-    assert max(abs(loss - expected[step]) for step, loss in seen) < 2e-6
-    assert store.newest_intact() == f"step-{STEPS}"
+    assert_expected(disks[0], expected)
 
 
-@pytest.mark.parametrize("ours", [True, False])
-def test_on_storage_of_their_own_the_hosts_go_on(expected, tmp_path, hosts, ours):
-    """With our checkpoints, and with DeepSpeed's."""
-    local = {"checkpoint": {"use_node_local_storage": True}}
-    given = arguments(tmp_path, "run", **local, **({} if ours else {"ds_galore": {}}))
-    outputs = [tmp_path / "disk-0", tmp_path / "disk-1"]
-    for output in outputs:
-        output.mkdir()
-    own = [
-        [str(output) if each == str(tmp_path / "run") else each for each in [*given, "--steps", STEPS]]
-        for output in outputs
-    ]
-    jobs = [start(number, by_torchrun(number, [*own[number], "--save-every", "6"])) for number in (0, 1)]
-    until(outputs[0], 8, jobs)
-    kill(HOSTS[1])
-    assert all(status != 0 for status, _ in finish(jobs))
-    if ours:
-        names = [{path.name[:10] for path in output.glob("checkpoints/step-6/rank-*")} for output in outputs]
-        assert names == [{"rank-00000"}, {"rank-00001"}]
-        # As if the second host had been lost before it could complete the checkpoint there.
-        (outputs[1] / "checkpoints" / "step-6" / "manifest.json").unlink()
-        (outputs[1] / "checkpoints" / "latest").unlink()
-    wanted = "latest" if ours else "step-6"
-    jobs = [start(number, by_torchrun(number, [*own[number], "--resume", wanted])) for number in (0, 1)]
-    outcomes = finish(jobs)
+def on_hosts(arguments: list[str], own: list[list[str]]) -> tuple[int, str]:
+    """As each rank were the only one of its host."""
+    before = os.environ["LOCAL_RANK"]
+    os.environ["LOCAL_RANK"] = "0"
+    try:
+        return attempt(arguments, own)
+    finally:
+        os.environ["LOCAL_RANK"] = before
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_when_the_rank_of_one_host_is_killed_both_go_on(pool, expected, tmp_path, shared):
+    """On a disk that they share, with our checkpoints; each on one of its own, with DeepSpeed's."""
+    given = [*arguments(tmp_path, "run", **({} if shared else {**LOCAL, "ds_galore": {}})), "--steps", STEPS]
+    outputs = [tmp_path / name for name in (("run", "run") if shared else ("disk-0", "disk-1"))]
+    own = [["--output", str(output)] for output in outputs]
+    with ThreadPoolExecutor(1) as executor:
+        running = executor.submit(pool.run, 2, on_hosts, [*given, "--save-every", "6", "--resume", "auto"], own)
+        until(outputs[0], 8, running)
+        os.kill(pool.pids[1], signal.SIGKILL)
+        with pytest.raises(RemoteError, match="rank 1 died"):
+            running.result()
+    store = CheckpointStore(outputs[0] / "checkpoints")
+    if not shared:
+        for output, rank in zip(outputs, (0, 1), strict=True):
+            names = [path.name for path in (output / "checkpoints" / "step-6").glob("*_optim_states.pt")]
+            assert names == [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"]
+    wanted = "auto" if shared else "step-6"
+    outcomes = pool.run(2, on_hosts, [*given, "--save-every", "100", "--resume", wanted], own)
     assert [status for status, _ in outcomes] == [0, 0], "\n".join(text for _, text in outcomes)
-    for output, rank in zip(outputs if not ours else (), (0, 1), strict=False):
-        names = [path.name for path in (output / "checkpoints" / "step-6").glob("*_optim_states.pt")]
-        assert names == [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"]
-    seen = losses(outputs[0])
-    assert max(abs(loss - expected[step]) for step, loss in seen) < 2e-6
-    assert {step for step, _ in seen} == set(range(1, int(STEPS) + 1))
+    assert f"resumed from {store.path('step-6')}" in outcomes[0][1]
+    assert_expected(outputs[0], expected)
